@@ -95,8 +95,12 @@ def give_a_state_with_moments():
     model.with_bagua([optimizer], GradientAllReduceAlgorithm())
     moments = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
     given = training.bits([*model.parameters(), *model.buffers(), *moments])
-    model.seen.fill_(1j * dist.get_rank())
-    assert bagua.average_weights(model).seen.tolist() == [1j] * 7
+    with torch.no_grad():
+        model.phase.fill_(1j * dist.get_rank())
+        model.seen.fill_(1j * dist.get_rank())
+    averaged = bagua.average_weights(model)
+    assert averaged.phase.tolist() == [[1j] * 7] * 3
+    assert averaged.seen.tolist() == [0j] * 7, "a buffer without a mean is the first rank's"
     return given, [str(m.dtype) for m in moments]
 
 

@@ -1,5 +1,7 @@
 """Local training and what surrounds a step: scalers, buffers, dtypes, evaluation, logs."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import DiLoCoAlgorithm, OuterSGD
@@ -12,6 +14,7 @@ from ranks.test_diloco import (
     own_steps,
 )
 from support import training
+from support.cases import over
 from torch import nn
 
 
@@ -83,10 +86,66 @@ def buffers():
     return seen
 
 
-def test_a_round_gives_the_mean_of_floating_buffers_and_the_first_ranks_others(ranks):
+def test_a_round_gives_statistics_their_mean_and_other_buffers_the_first_ranks_values(ranks):
     for rank, (before, after) in enumerate(ranks(4, buffers)):
         assert before == ([rank], 3 + rank)
         assert after == ([1.5], 3)
+
+
+class Contrastive(nn.Module):
+    """A queue of unit vectors, a statistic of its user, and a momentum encoder."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key = nn.Linear(5, 3), nn.Linear(5, 3).requires_grad_(False)
+        self.still = nn.Parameter(torch.ones(4), requires_grad=False)
+        for name in ("queue", "statistic"):
+            self.register_buffer(name, torch.zeros(2))
+        self.register_buffer("place", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        return self.query(x)
+
+
+@training.with_group
+def share_untrained(mean_buffers, broken):
+    model, optimizer = wrapped(Contrastive(), interval=2, mean_buffers=mean_buffers)
+    own_step(model, optimizer, 0)
+    rank = dist.get_rank()
+    for tensor in (model.queue, model.statistic, model.place, *model.key.parameters()):
+        tensor.data = torch.full_like(tensor, rank + 1)  # torch counts no version
+    if rank == 0 and broken:
+        model.state_dict()[broken].fill_(float("nan"))
+    own_step(model, optimizer, 1)
+    shared = (model.queue, model.statistic, model.place, model.key.weight, model.key.bias)
+    return [tensor.unique().item() for tensor in shared]
+
+
+def test_a_round_shares_buffers_without_a_mean_and_frozen_weights_that_training_moves(ranks):
+    assert ranks(2, share_untrained, None, None) == [[1, 1, 1, 1.5, 1.5]] * 2
+    assert ranks(2, share_untrained, ["stat*"], None) == [[1, 1.5, 1, 1.5, 1.5]] * 2
+
+
+@over(broken=["queue", "statistic", "key.weight"])
+def test_nan_in_what_nobody_trains_stays_on_its_rank(ranks, broken):
+    assert ranks(2, share_untrained, ["statistic"], broken) == [[2] * 5] * 2
+
+
+@training.with_group
+def wrong_names():
+    wraps = [
+        partial(wrapped, Contrastive(), mean_buffers=names)
+        for names in ("queue", ["queue", "place"])
+    ]
+    return [training.error_of(wrap) for wrap in wraps]
+
+
+def test_mean_buffers_that_the_module_has_not_are_refused_by_name(ranks):
+    for kind, name in ranks(2, wrong_names):
+        assert "mean_buffers is a list of names of buffers, not 'queue'" in kind
+        assert "'place' is not the name of a floating-point buffer" in name
+        assert "the module has queue, statistic" in name
 
 
 @training.with_group

@@ -29,10 +29,10 @@ import torch
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.group.warn import warn
-from bagua._core.state.initial_state import broadcast_tensors
 from bagua._core.state.ledger import Commit
 from bagua._core.state.saved_values import digest, saved_tensor
 from bagua._core.state.shards import local
+from bagua._core.state.untrained import share_untrained
 from bagua._outer.optimizer import (
     NO_FIGURES,
     InnerProduct,
@@ -65,8 +65,8 @@ class OuterLoop(Synchronizer):
     Args:
         local: the tensors of this rank.
         group: averages them.
-        buckets: memory of the pseudo-gradients of each part, and with the last part of floating
-            buffers, which are no views of them.
+        buckets: memory of the pseudo-gradients of each part, and with the last part of buffers
+            that have a mean, which are no views of them.
         state: to begin or go on with.
         schedule: the steps at which rounds are launched and used.
         ranks: decides on lost ranks.
@@ -132,7 +132,7 @@ class OuterLoop(Synchronizer):
         """2. Send the pseudo-gradients of a fragment. All ranks call it for the same rounds."""
         fragment.launch(self._local.weights(), self._means)
         if self._is_last(fragment):
-            _copy(self._local.floating_buffers(), self._buffers)
+            _copy(self._local.mean_buffers(), self._buffers)
         with self._ranks.held():
             self.engine.begin_round(part=fragment.part)
             self._weigh(fragment)
@@ -162,9 +162,9 @@ class OuterLoop(Synchronizer):
             self.state.skipped_rounds += 1
             with self._ranks.held():
                 self._restart_non_finite(fragment)
-        if self._buffers and self._is_last(fragment):
+        if self._is_last(fragment):
             with self._ranks.held():
-                self._share_buffers()
+                self._share_untrained()
 
     def give_anchor(self, fragment: Fragment, *, late: bool) -> None:
         """5. Give the weights the new anchor. ``late``: and what they have changed meanwhile."""
@@ -223,19 +223,14 @@ class OuterLoop(Synchronizer):
         with part_of_the_round(self.engine):
             return self._connections.gather_numbers(what, number)
 
-    def _share_buffers(self) -> None:
-        """Give floating buffers their mean, others the lowest rank's values."""
-        buffers = self._local.floating_buffers()
-        if _all_finite(self._buffers.values()):
-            _copy(self._buffers, {name: buffers[name] for name in self._buffers})
-        else:
-            broken = self._ranks_with_non_finite(not _all_finite(buffers.values()))
-            sound = [rank for rank in range(self._connections.size) if rank not in broken]
+    def _share_untrained(self) -> None:
+        """Give buffers their mean or the lowest rank's values, and frozen weights their mean."""
+        buffers = self._local.mean_buffers()
+        means = [(buffers[name], mean) for name, mean in self._buffers.items()]
+        others, frozen = self._local.other_buffers(), self._local.frozen()
+        if means or others or frozen:
             with part_of_the_round(self.engine):
-                if sound:
-                    broadcast_tensors(list(buffers.values()), self._connections, sound[0])
-        with part_of_the_round(self.engine):
-            broadcast_tensors(self._local.other_buffers(), self._connections)
+                share_untrained(means, others, frozen, self._connections)
 
     # Control.
 
@@ -436,16 +431,17 @@ class Schedule:
 class LocalTensors:
     """What this rank trains. The functions are called in each round.
 
-    The steps of the last optimizer count. A round gives floating buffers their mean, others the
-    values of the lowest rank. ``all_true``: whether a flag is True on all ranks that hold shards of
-    the same weights.
+    The steps of the last optimizer count. A round gives ``mean_buffers`` their mean, others the
+    values of the lowest rank, and ``frozen`` weights that differ between the ranks their mean.
+    ``all_true``: whether a flag is True on all ranks that hold shards of the same weights.
     """
 
     name: str
     optimizers: Sequence[torch.optim.Optimizer]
     weights: Callable[[], dict[str, torch.Tensor]]
-    floating_buffers: Callable[[], dict[str, torch.Tensor]]
+    mean_buffers: Callable[[], dict[str, torch.Tensor]]
     other_buffers: Callable[[], list[torch.Tensor]]
+    frozen: Callable[[], list[torch.Tensor]]
     all_true: Callable[[bool], bool]
 
 

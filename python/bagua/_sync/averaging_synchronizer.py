@@ -15,6 +15,7 @@ from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup, close_at_exit
 from bagua._core.group.warn import warn
 from bagua._core.state.bagua_tensor import record_of
+from bagua._core.state.untrained import share_untrained
 from bagua._sync.engine import describe
 from bagua._sync.hooks import WeakHook, tensors_in
 from bagua._sync.optimizer_steps import only_makes_state
@@ -111,7 +112,8 @@ class AveragingSynchronizer(Synchronizer):
             op.plan = self
         self._apart = _ShardsApart(self._buckets)
         self._owner = weakref.ref(ddp)
-        names = {name for name, _ in ddp.bagua_floating_buffers()}
+        self._connections = connections
+        names = ddp.bagua_mean_buffers()
         self._buffers = {
             record_of(tensor).name: (bucket, index)
             for bucket in self._buckets
@@ -189,7 +191,7 @@ class AveragingSynchronizer(Synchronizer):
         """Return tensors whose memory was replaced to their bucket."""
         ddp = self._owner()
         if ddp is not None and self._buffers:
-            for name, buffer in ddp.bagua_floating_buffers():
+            for name, buffer in ddp.bagua_mean_buffers().items():
                 bucket, index = self._buffers[name]
                 if buffer is not bucket.tensors[index]:
                     bucket.tensors[index] = buffer.ensure_bagua_tensor(name, self._name)  # type: ignore[attr-defined]
@@ -235,8 +237,13 @@ class AveragingSynchronizer(Synchronizer):
         return [handle.id for handle in self._handles]
 
     def end_together(self) -> None:
+        ran = self.lane.running
         self.lane.pause()
         self._end_outside()
+        if ran and (ddp := self._owner()) is not None:
+            with self._connections.collective_phase("ending asynchronous averaging"):
+                others, frozen = ddp.bagua_other_buffers(), ddp.bagua_frozen()
+                share_untrained([], others, frozen, self._connections)
 
     def _end_outside(self) -> None:
         if not self.lane.inside:

@@ -142,11 +142,20 @@ class Session:
         """Have the next forward gather shards anew, where FSDP2 has left whole parameters."""
         self._snapshot.show_shards(self.module)
 
-    def bagua_floating_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        return self._snapshot.floating_buffers(self.module)
+    def bagua_mean_buffers(self, chosen: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
+        """Buffers that get the ranks' mean, by name; ``chosen``: instead of the algorithm's."""
+        if chosen is None:
+            chosen = self.bagua_algorithm.mean_buffers
+        return self._snapshot.mean_buffers(self.module, chosen)
 
-    def bagua_whole_buffers(self) -> list[torch.Tensor]:
-        return [b for b in self._snapshot.buffers(self.module) if not b.is_floating_point()]
+    def bagua_other_buffers(self) -> list[torch.Tensor]:
+        """Buffers of which ranks share one rank's."""
+        averaged = {id(buffer) for buffer in self.bagua_mean_buffers().values()}
+        return [b for b in self._snapshot.buffers(self.module) if id(b) not in averaged]
+
+    def bagua_frozen(self) -> list[torch.Tensor]:
+        """Parameters that no algorithm communicates."""
+        return self._snapshot.frozen(self.module)
 
     # The wrap: checks of this rank alone.
 

@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from bagua import _C
+from bagua._core.state.initial_state import broadcast_tensors
 from bagua._core.state.shards import is_sharded
+from bagua._core.state.untrained import mean_of
 from bagua.torch_api.distributed import BaguaModule
 
 __all__ = ["average_weights"]
 
 
-def average_weights(model: torch.nn.Module) -> torch.nn.Module:
+def average_weights(
+    model: torch.nn.Module, *, mean_buffers: Sequence[str] | None = None
+) -> torch.nn.Module:
     """A copy of a wrapped module with the mean of all ranks' weights: the one to evaluate or save.
 
-    Every rank of the module's group calls it, between two steps. Parameters and floating buffers
-    are averaged (in float32, or float64 where they are float64), and have the same bits on every
-    rank; everything else is this rank's own. The module itself is left alone, and training can go
-    on.
+    Every rank of the module's group calls it, between two steps. Parameters, frozen ones too, and
+    the statistics of batch and instance norms are averaged (in float32, or float64 where they are
+    float64); other buffers have the first rank's values. All have the same bits on every rank. The
+    module itself is left alone, and training can go on.
 
     Args:
         model: a module after ``with_bagua``, or one that holds such a module as ``module``.
+        mean_buffers: names of the floating-point buffers that are averaged; ``*`` stands for any
+            text. None: as the algorithm has it, else ``running_mean`` and ``running_var`` of
+            torch's batch and instance norms.
 
     Returns:
         A module of the class that the module had before it was wrapped.
 
     Raises:
         TypeError: the module is not wrapped, or a parameter is a DTensor.
+        ValueError: the module has no such buffer.
         BaguaError: another rank failed or does not answer.
 
     Example::
@@ -50,6 +58,7 @@ def average_weights(model: torch.nn.Module) -> torch.nn.Module:
                 "torch.distributed.all_reduce(value.to_local(), ReduceOp.AVG, group=...) with the "
                 "group of the islands, for each value of model.state_dict()"
             )
+    averaged = ddp.bagua_mean_buffers(mean_buffers)
     with ddp.exclusive():
         copied: Any = copy.deepcopy(wrapped)
     within = ddp.module is getattr(wrapped, "module", None)  # a DistributedDataParallel
@@ -57,14 +66,10 @@ def average_weights(model: torch.nn.Module) -> torch.nn.Module:
     connections = ddp.process_group.connections
     if connections.size == 1:
         return result
-    with torch.no_grad():
-        for tensor in [*result.parameters(), *result.buffers()]:
-            values = tensor.detach().resolve_conj()
-            values = torch.view_as_real(values) if values.is_complex() else values
-            if not values.is_floating_point():
-                continue
-            wide = torch.float64 if values.dtype == torch.float64 else torch.float32
-            mean = values.to(wide, copy=True).contiguous()
-            connections.main_communicator(tensor.device).all_reduce(mean, _C.ReduceOp.AVG)
-            tensor.copy_(torch.view_as_complex(mean) if tensor.is_complex() else mean)
+    buffers = {n: b for n, b in result.named_buffers() if n not in ddp.parameters_to_ignore}
+    with torch.no_grad(), connections.collective_phase("average_weights()"):
+        for tensor in [*result.parameters(), *(buffers[name] for name in averaged)]:
+            if tensor.is_floating_point() or tensor.is_complex():
+                tensor.copy_(mean_of(tensor, connections))
+        broadcast_tensors([b for n, b in buffers.items() if n not in averaged], connections)
     return result

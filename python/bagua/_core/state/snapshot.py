@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.modules.batchnorm import _NormBase
 
 from bagua import _C
 from bagua._core.group.warn import warn
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 _IGNORE = "_bagua_params_and_buffers_to_ignore"
+#: Buffers of batch and instance norms that have a mean over the ranks.
+_STATISTICS = ("running_mean", "running_var")
 
 
 class ModuleSnapshot:
@@ -114,13 +118,43 @@ class ModuleSnapshot:
     def buffers(self, module: torch.nn.Module) -> list[torch.Tensor]:
         return [b for name, b in module.named_buffers() if name not in self.ignored]
 
-    def floating_buffers(self, module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-        """``(name, buffer)`` of the buffers that have a mean."""
-        return [
-            (name, b)
+    def frozen(self, module: torch.nn.Module) -> list[torch.Tensor]:
+        """Parameters that no algorithm communicates, of shards those of this rank."""
+        known = self._trained
+        return [local(p.data) for _, p in self.common_parameters(module) if id(p) not in known]
+
+    def mean_buffers(
+        self, module: torch.nn.Module, chosen: Sequence[str] | None
+    ) -> dict[str, torch.Tensor]:
+        """Buffers that have a mean over the ranks, by name.
+
+        ``chosen``: their names, in which ``*`` stands for any text; None: the statistics of batch
+        and instance norms. ValueError for a name that no floating-point buffer has.
+        """
+        buffers = {
+            name: b
             for name, b in module.named_buffers()
             if b.is_floating_point() and name not in self.ignored
-        ]
+        }
+        if chosen is None:
+            chosen = [
+                f"{path}.{key}".lstrip(".")
+                for path, child in module.named_modules()
+                if isinstance(child, _NormBase)
+                for key in _STATISTICS
+            ]
+            return {name: buffers[name] for name in chosen if name in buffers}
+        for pattern in chosen:
+            if not any(fnmatchcase(name, pattern) for name in buffers):
+                raise ValueError(
+                    f"mean_buffers: '{pattern}' is not the name of a floating-point buffer; the "
+                    f"module has {', '.join(buffers) or 'none'}"
+                )
+        return {
+            name: b
+            for name, b in buffers.items()
+            if any(fnmatchcase(name, pattern) for pattern in chosen)
+        }
 
     def check(self, module: torch.nn.Module, module_name: str, *, unfreezing: bool = False) -> bool:
         """Compare with the module as it is now: Note [Plan guard] in the C++ core.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,13 @@ from bagua._core.state.ledger import Ledger
 from bagua._core.state.shards import copied_between_shards, is_sharded, local
 from bagua._sync.averaging_synchronizer import AsynchronousAverage, check_asynchronous_mode
 from bagua.torch_api.algorithms._error_feedback import check_warmup
-from bagua.torch_api.algorithms.base import Algorithm, Groups, Traits, WarmUpImpl
+from bagua.torch_api.algorithms.base import (
+    Algorithm,
+    Groups,
+    Traits,
+    WarmUpImpl,
+    checked_names,
+)
 from bagua.torch_api.bucket import BaguaBucket
 
 if TYPE_CHECKING:
@@ -30,9 +36,8 @@ class AsyncModelAverageAlgorithm(Algorithm):
 
     A step costs as much as without communication. Every average adds to a rank's weights the
     difference between all ranks' mean and its own snapshot, so updates made during the transfer are
-    kept. Floating buffers are averaged with the weights. Ranks need not make equal
-    numbers of steps. Call ``model.bagua_algorithm.abort(model)`` on every rank after training, and
-    before evaluating or saving weights that all ranks should hold.
+    kept. Ranks need not make equal numbers of steps. Call ``model.bagua_algorithm.abort(model)`` on
+    every rank after training, and before evaluating or saving weights that all ranks should hold.
 
     Averages are applied after a step of the optimizers that ``with_bagua`` was given; without any,
     before the first forward after a backward.
@@ -41,9 +46,15 @@ class AsyncModelAverageAlgorithm(Algorithm):
         peer_selection_mode: ``"all"``, the only one.
         sync_interval_ms: milliseconds from the end of an average to the begin of the next.
         warmup_steps: iterations with exact all-reduce of gradients before averaging begins.
+        mean_buffers: names of the floating-point buffers that are averaged with the weights, as in
+            ``state_dict()``; ``*`` stands for any text. All others are each rank's own until
+            ``abort``, which gives them the first rank's values. None: ``running_mean`` and
+            ``running_var`` of torch's batch and instance norms.
 
     Raises:
-        ValueError: an argument out of its range.
+        TypeError: ``mean_buffers`` is not a list of names.
+        ValueError: an argument out of its range; from ``with_bagua``: ``mean_buffers`` that do not
+            fit the module.
 
     Example::
 
@@ -56,9 +67,11 @@ class AsyncModelAverageAlgorithm(Algorithm):
     peer_selection_mode: str = "all"
     sync_interval_ms: int = 500
     warmup_steps: int = 0
+    mean_buffers: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         check_asynchronous_mode(self.peer_selection_mode)
+        self.mean_buffers = checked_names(self.mean_buffers)
         if self.sync_interval_ms < 0:
             raise ValueError(
                 f"sync_interval_ms={self.sync_interval_ms} must be 0 or more milliseconds"
@@ -66,9 +79,11 @@ class AsyncModelAverageAlgorithm(Algorithm):
         check_warmup(self.warmup_steps)
 
     def reify(self, process_group: BaguaProcessGroup) -> AsyncModelAverageAlgorithmImpl:
-        return AsyncModelAverageAlgorithmImpl(
+        made = AsyncModelAverageAlgorithmImpl(
             process_group, self.peer_selection_mode, self.sync_interval_ms, self.warmup_steps
         )
+        made.mean_buffers = self.mean_buffers
+        return made
 
     def abort(self, model: Any) -> None:
         """``model.bagua_algorithm.abort(model)``, as older scripts spell it."""
@@ -142,7 +157,7 @@ class AsyncModelAverageAlgorithmImpl(WarmUpImpl):
             tensor.ensure_bagua_tensor(  # type: ignore[attr-defined]
                 name, bagua_ddp.bagua_module_name, getter_closure=local
             )
-            for name, tensor in [*parameters, *bagua_ddp.bagua_floating_buffers()]
+            for name, tensor in [*parameters, *bagua_ddp.bagua_mean_buffers().items()]
         ]
 
     def tensors_to_buckets(self, tensors: Groups, do_flatten: bool) -> list[BaguaBucket]:
@@ -180,6 +195,8 @@ class AsyncModelAverageAlgorithmImpl(WarmUpImpl):
 
         Until the last rank calls it averages continue, also of this rank's weights. Ranks hold
         different weights afterwards: ``bagua.torch_api.average_weights(model)`` gives their mean.
+        Frozen weights that training has moved get their mean, and buffers that are not averaged
+        the first rank's values.
 
         Args:
             bagua_ddp: the wrapped module.

@@ -34,6 +34,7 @@ __all__ = [
     "as_algorithm",
     "as_optimizers",
     "check_arguments",
+    "checked_names",
     "name_of",
     "refuse_shards",
 ]
@@ -132,9 +133,11 @@ class AlgorithmImpl:
     Attributes:
         traits: what it is like; a class or an instance has its own.
         ledger: its state for checkpoints.
+        mean_buffers: names of buffers that have a mean over the ranks; None: those of norms.
     """
 
     traits = Traits()
+    mean_buffers: Sequence[str] | None = None
 
     def __init__(self, process_group: BaguaProcessGroup) -> None:
         self.process_group = process_group
@@ -332,6 +335,12 @@ def refuse_shards(session: Session, argument: str, unless: str = "") -> None:
                 f"{name_of(session.bagua_algorithm)} sends weights only, between a fixed number of "
                 f"ranks: {remedy}"
             )
+
+
+def checked_names(mean_buffers: Sequence[str] | None) -> tuple[str, ...] | None:
+    if isinstance(mean_buffers, str) or not all(isinstance(n, str) for n in mean_buffers or ()):
+        raise TypeError(f"mean_buffers is a list of names of buffers, not {mean_buffers!r}")
+    return None if mean_buffers is None else tuple(mean_buffers)
 
 
 def as_algorithm(

@@ -41,7 +41,14 @@ from bagua.torch_api.algorithms._error_feedback import (
     is_wide,
     warn_of_useless_residuals,
 )
-from bagua.torch_api.algorithms.base import Algorithm, Groups, Traits, WarmUpImpl, refuse_shards
+from bagua.torch_api.algorithms.base import (
+    Algorithm,
+    Groups,
+    Traits,
+    WarmUpImpl,
+    checked_names,
+    refuse_shards,
+)
 from bagua.torch_api.bucket import BaguaBucket, aligned_buckets
 
 if TYPE_CHECKING:
@@ -99,12 +106,15 @@ class DiLoCoAlgorithm(Algorithm):
         warmup_steps: iterations with exact all-reduce of gradients before the first local step.
         elastic: training goes on without lost ranks, see :class:`Elastic`; True: ``Elastic()``.
             False: a lost rank is an error.
+        mean_buffers: names of the floating-point buffers that a round gives the ranks' mean, as in
+            ``state_dict()``; ``*`` stands for any text. All others get the first rank's values.
+            None: ``running_mean`` and ``running_var`` of torch's batch and instance norms.
 
     Raises:
         TypeError: ``outer_optimizer`` makes no optimizer that steps on gradients and keeps
-            tensors; ``elastic`` is no :class:`Elastic`.
+            tensors; ``elastic`` is no :class:`Elastic`; ``mean_buffers`` is not a list of names.
         ValueError: unknown codec, or an argument out of its range; from ``with_bagua``: no
-            optimizer, or fragments that do not fit the module.
+            optimizer, or fragments or ``mean_buffers`` that do not fit the module.
 
     Example::
 
@@ -127,6 +137,7 @@ class DiLoCoAlgorithm(Algorithm):
         weight: Literal["ranks", "samples"] = "ranks",
         warmup_steps: int = 0,
         elastic: Elastic | bool = False,
+        mean_buffers: Sequence[str] | None = None,
     ) -> None:
         if interval < 1:
             raise ValueError(f"interval={interval} must be at least 1 optimizer step")
@@ -149,6 +160,7 @@ class DiLoCoAlgorithm(Algorithm):
         self.weight = weight
         self.warmup_steps = warmup_steps
         self.elastic = _elastic_of(elastic)
+        self.mean_buffers = checked_names(mean_buffers)
 
     def describe(self) -> str:
         fragments = _fragments_described(self.fragments)
@@ -200,6 +212,7 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         self._ranks = FixedRanks() if elastic is None else ElasticRanks(process_group, elastic)
         super().__init__(process_group, arguments.warmup_steps)
         self.arguments = arguments
+        self.mean_buffers = arguments.mean_buffers
         self._session: weakref.ref[Session] | None = None
         self._loop: OuterLoop | None = None  # after the warm-up
         self._parts: dict[str, int] = {}  # fragments of the weights
@@ -236,9 +249,9 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         weights = bagua_ddp.bagua_build_params()
         self._plan(bagua_ddp)
         self._commits, self._pages = [Commit() for _ in range(self._schedule.fragments)], []
-        # Memory for pseudo-gradients by fragment, then for floating buffers.
+        # Memory for pseudo-gradients by fragment, then for buffers that have a mean.
         by_fragment = sorted(weights, key=lambda pair: self._parts[pair[0]])
-        named = [*by_fragment, *bagua_ddp.bagua_floating_buffers()]
+        named = [*by_fragment, *bagua_ddp.bagua_mean_buffers().items()]
         module_name = bagua_ddp.bagua_module_name
         return [_registered(local(tensor), key, module_name) for key, tensor in named]
 
@@ -534,7 +547,7 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         if not counters["in_flight"]:
             return {}
         anchors = [pair for fragment in outer.fragments for pair in fragment.named_anchors()]
-        named = anchors + self._wrapped().bagua_floating_buffers()
+        named = [*anchors, *self._wrapped().bagua_mean_buffers().items()]
         likes = {f"mean/{name}": like for name, like in named}
         if same:
             for fragment in outer.fragments:
@@ -658,8 +671,9 @@ def local_tensors(session: Session) -> LocalTensors:
         name,
         session.bagua_optimizers,
         weights=lambda: {name: local(p) for name, p in alive().bagua_build_params()},
-        floating_buffers=lambda: dict(alive().bagua_floating_buffers()),
-        other_buffers=lambda: alive().bagua_whole_buffers(),
+        mean_buffers=lambda: alive().bagua_mean_buffers(),
+        other_buffers=lambda: alive().bagua_other_buffers(),
+        frozen=lambda: alive().bagua_frozen(),
         all_true=WholeSums([p for _, p in session.bagua_build_params()]).all_true,
     )
 
