@@ -83,6 +83,86 @@ def test_weights_and_floating_buffers_become_the_mean(ranks, dtype):
     assert ranks(3, average_what_nobody_trains, dtype) == [({1.0}, True)] * 3
 
 
+class NewMemory(torch.optim.SGD):
+    """Gives weights new memory in each step, as `p.data = p.data - lr * p.grad` does."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        replace(self.param_groups[0]["params"])
+
+
+def replace(tensors):
+    for tensor in tensors:
+        tensor.data = tensor.detach().clone()
+
+
+class Renewed(nn.Linear):
+    """Gives its weight new memory in each forward, and its buffer another object."""
+
+    def __init__(self):
+        super().__init__(3, 2)
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x):
+        self.weight.data = self.weight.data.clone()
+        self.seen = self.seen.clone()
+        return super().forward(x)
+
+
+def step_of_ones(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+
+
+@training.with_group
+def average_where_memory_is_new(place):
+    model = Renewed() if place == "forward" else nn.Linear(3, 2)
+    optimizer = (NewMemory if place == "step" else torch.optim.SGD)(model.parameters(), lr=0.0)
+    seen = ["seen"] if place == "forward" else []
+    algorithm = AsyncModelAverageAlgorithm(sync_interval_ms=1, mean_buffers=seen)
+    model.with_bagua([optimizer], algorithm)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.fill_(dist.get_rank())
+    while averages(model) < 6:
+        step_of_ones(model, optimizer)
+        if place == "between":
+            replace(model.parameters())
+            time.sleep(0.005)  # for averages that go to the memory that the weights have left
+    model.bagua_algorithm.abort(model)
+    tensors = [*model.parameters(), *model.buffers()]
+    return {value for tensor in tensors for value in tensor.unique().tolist()}
+
+
+@over(place=["step", "forward", "between"])
+def test_averages_reach_weights_that_training_gives_new_memory(ranks, place):
+    first, second = ranks(2, average_where_memory_is_new, place)
+    assert first == second
+    assert len(first) == 1
+
+
+@training.with_group
+def end_with_a_queue():
+    model = nn.Linear(3, 2)
+    model.register_buffer("queue", torch.zeros(2))
+    model.register_parameter("slow", nn.Parameter(torch.zeros(2), requires_grad=False))
+    model, optimizer = wrapped(model, lr=0.0)
+    queues = set()
+    while averages(model) < 3:
+        step_of_ones(model, optimizer)
+        model.queue.fill_(dist.get_rank() + 1)
+        model.slow.data = torch.full((2,), float(dist.get_rank()))
+        queues.add(model.queue[0].item())
+    model.bagua_algorithm.abort(model)
+    return queues, model.queue.tolist(), model.slow.tolist()
+
+
+def test_the_end_gives_the_first_ranks_buffers_and_the_mean_of_frozen_weights(ranks):
+    ended = ([1.0, 1.0], [0.5, 0.5])
+    assert ranks(2, end_with_a_queue) == [({1.0}, *ended), ({2.0}, *ended)]
+
+
 @training.with_group
 def uneven_steps():
     model, optimizer = wrapped()

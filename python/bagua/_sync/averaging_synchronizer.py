@@ -114,16 +114,18 @@ class AveragingSynchronizer(Synchronizer):
         self._owner = weakref.ref(ddp)
         self._connections = connections
         names = ddp.bagua_mean_buffers()
-        self._buffers = {
-            record_of(tensor).name: (bucket, index)
+        self._buffers = [
+            (ddp.module.get_submodule(path)._buffers, key, bucket, index)
             for bucket in self._buckets
             for index, tensor in enumerate(bucket.tensors)
-            if record_of(tensor).name in names
-        }
+            if (name := record_of(tensor).name) in names
+            for path, _, key in [name.rpartition(".")]
+        ]
+        self._replaced_outside = False
         self._inside_forward = False
         self._stays_inside = False  # after a step that only makes state
         self._steps_are_seen = bool(ddp.bagua_optimizers)
-        self._backward_ran = False
+        self._step_ended = False
         self._ending = False
         self._handles = self._install_hooks(ddp)
         close_at_exit(self)
@@ -153,15 +155,17 @@ class AveragingSynchronizer(Synchronizer):
         self.enter()
 
     def _end_step(self) -> None:
-        if not self._stays_inside:
+        if self._replaced_outside:
+            self._step_ended = not self._stays_inside  # the next forward leaves
+        elif not self._stays_inside:
             self.leave()
 
     def _before_any_forward(self) -> None:
         self._before_forward(torch.is_grad_enabled())
 
     def _before_forward(self, training: bool) -> None:
-        if self._backward_ran:
-            self._backward_ran = False
+        if self._step_ended:
+            self._step_ended = False
             self.leave()
         if not training:
             if not self.lane.inside:
@@ -170,7 +174,6 @@ class AveragingSynchronizer(Synchronizer):
             return
         self.lane.check()
         self.enter()
-        self._take_back()
 
     def _after_forward(self, output: Any) -> None:
         if self._inside_forward:
@@ -181,22 +184,26 @@ class AveragingSynchronizer(Synchronizer):
 
             def note_backward(_: torch.Tensor) -> None:
                 if (plan := this()) is not None:
-                    plan._backward_ran = True
+                    plan._step_ended = True
 
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(note_backward)
 
-    def _take_back(self) -> None:
-        """Return tensors whose memory was replaced to their bucket."""
-        ddp = self._owner()
-        if ddp is not None and self._buffers:
-            for name, buffer in ddp.bagua_mean_buffers().items():
-                bucket, index = self._buffers[name]
-                if buffer is not bucket.tensors[index]:
-                    bucket.tensors[index] = buffer.ensure_bagua_tensor(name, self._name)  # type: ignore[attr-defined]
+    def _take_back(self, *, outside: bool) -> None:
+        """Return tensors whose memory was replaced to their bucket.
+
+        ``outside``: it was replaced after a step, when averages may go to the old memory. One may
+        be lost so; from then on training stays inside the gate until the next forward.
+        """
+        for owner, key, bucket, index in self._buffers:
+            buffer, known = owner.get(key), bucket.tensors[index]
+            if buffer is not None and buffer is not known:
+                buffer.ensure_bagua_tensor(record_of(known).name, self._name)  # type: ignore[attr-defined]
+                bucket.tensors[index] = buffer
         for bucket in self._buckets:
             if bucket.flatten and not bucket.check_flatten():
+                self._replaced_outside = self._replaced_outside or outside
                 for index in range(len(bucket.tensors)):
                     bucket.copy_in(index)
 
@@ -209,6 +216,7 @@ class AveragingSynchronizer(Synchronizer):
     def leave(self) -> None:
         """Averages may be applied."""
         if self.lane.inside:
+            self._take_back(outside=False)
             self._apart.give_weights()
             self.lane.leave()
 
@@ -238,6 +246,7 @@ class AveragingSynchronizer(Synchronizer):
 
     def end_together(self) -> None:
         ran = self.lane.running
+        self.leave()
         self.lane.pause()
         self._end_outside()
         if ran and (ddp := self._owner()) is not None:
@@ -250,12 +259,14 @@ class AveragingSynchronizer(Synchronizer):
             self._take_averages()
 
     def _take_averages(self) -> None:
+        self._take_back(outside=True)
         if self._apart.take_averages() and (ddp := self._owner()) is not None:
             ddp.show_shards()
 
     def announce_end(self) -> None:
         """:meth:`close` will follow because the program ends well."""
         self._ending = self.lane.running
+        self.leave()
         self.lane.ask_to_pause()
 
     def close(self) -> None:
