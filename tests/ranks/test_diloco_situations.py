@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import bagua.torch_api as bagua
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import DiLoCoAlgorithm, OuterSGD
@@ -146,6 +147,36 @@ def test_mean_buffers_that_the_module_has_not_are_refused_by_name(ranks):
         assert "mean_buffers is a list of names of buffers, not 'queue'" in kind
         assert "'place' is not the name of a floating-point buffer" in name
         assert "the module has queue, statistic" in name
+
+
+@training.with_group
+def end_after(steps, syncs):
+    model, optimizer = wrapped(interval=3)
+    own_steps(model, optimizer, range(steps))
+    if syncs:
+        model.bagua_algorithm.sync()
+    return training.warnings_of(bagua.destroy_process_group)
+
+
+def test_steps_that_no_round_has_seen_are_told_once_at_the_end(ranks):
+    for steps, syncs in ((0, False), (3, False), (4, True)):
+        assert ranks(2, end_after, steps, syncs) == [[], []]
+    for steps, since in ((2, "at all"), (4, "since outer round 1")):
+        (warning,), others = ranks(2, end_after, steps, False)
+        assert f"No round was made {since}" in warning
+        assert "model.bagua_algorithm.sync() on every rank" in warning
+        assert others == []
+
+
+@training.with_group
+def nothing_to_train():
+    return training.warnings_of(lambda: wrapped(training.network().requires_grad_(False)))
+
+
+def test_a_wrap_with_nothing_to_train_is_told(ranks):
+    (warning,) = [text for texts in ranks(2, nothing_to_train) for text in texts]
+    assert "module 'Sequential': with_bagua has found nothing to train" in warning
+    assert "4 parameter(s) are frozen" in warning
 
 
 @training.with_group

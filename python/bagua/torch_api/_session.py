@@ -21,6 +21,7 @@ from bagua import _C, BaguaError, __version__
 from bagua._core.group import environment as env
 from bagua._core.group.connections import MainThreadTraffic
 from bagua._core.group.process_group import BaguaProcessGroup, close_at_exit
+from bagua._core.group.warn import warn
 from bagua._core.state.bagua_tensor import bagua_getter_closure, is_sparse
 from bagua._core.state.initial_state import (
     InitialState,
@@ -114,6 +115,7 @@ class Session:
         self._description = self._describe(module, algorithm)
         self._agree()
         self._claim_parameters()
+        self._warn_of_nothing_to_train(module)
         self._build(gives_state=True)
         self._handles = self._install_hooks(module, on_forwards=hook_module)
         self._missing_steps = self._watch_steps()
@@ -344,6 +346,17 @@ class Session:
         )
         self._handles += missing.handles
         return missing
+
+    def _warn_of_nothing_to_train(self, module: torch.nn.Module) -> None:
+        if self.bagua_build_params():
+            return
+        count = sum(1 for _ in module.parameters())
+        warn(
+            f"module '{self.bagua_module_name}': with_bagua has found nothing to train: its "
+            f"{count} parameter(s) are frozen, experts or in _bagua_params_and_buffers_to_ignore, "
+            "so nothing is communicated. Unfreeze parameters before the wrap, or wrap the module "
+            "that has them."
+        )
 
     # One step, in the order in which things happen.
 
@@ -598,6 +611,11 @@ class Session:
         self._running.settle()
 
     # The end.
+
+    def announce_end(self) -> None:
+        """:meth:`end_with_group` will follow because the program ends well."""
+        if not self._ended:
+            self.bagua_algorithm.announce_end()
 
     def close(self) -> None:
         """Remove all hooks and stop the threads. The module keeps its weights. Idempotent."""

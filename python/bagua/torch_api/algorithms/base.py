@@ -215,6 +215,9 @@ class AlgorithmImpl:
         """Further entries of ``bagua_stats()``; by default none."""
         return {}
 
+    def announce_end(self) -> None:
+        """Called when the program ends well: warn of what is lost."""
+
     def close(self) -> None:
         """Called when the module is wrapped again or closed: undo changes outside of it."""
 

@@ -18,6 +18,7 @@ import torch
 
 from bagua import _C, BaguaError
 from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.group.warn import warn
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.ledger import Commit, Ledger, Page
 from bagua._core.state.saved_values import check_state, saved_count, saved_tensor
@@ -377,6 +378,20 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
             session.rebuild()
 
         self._ranks.change(loop, session.bagua_module_name, replace)
+
+    def announce_end(self) -> None:
+        session = None if self._session is None else self._session()
+        state = None if self._loop is None else self._loop.state
+        alone = self.process_group.size == 1 or self.process_group.rank > 0
+        if session is None or state is None or not state.trained or alone:
+            return
+        since = f"since outer round {state.outer_rounds}" if state.outer_rounds else "at all"
+        warn(
+            f"module '{session.bagua_module_name}': training has ended between two outer "
+            f"rounds of {self.arguments.interval} steps. No round was made {since}, so what each "
+            "rank has learnt is in its own weights only. Call model.bagua_algorithm.sync() on "
+            "every rank after the last step."
+        )
 
     def close(self) -> None:
         self._loop = None
