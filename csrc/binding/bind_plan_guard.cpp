@@ -1,8 +1,9 @@
-// The plan guard; reads the dictionaries of modules for it.
+// The plan guard, with the dictionaries of modules for it, and the watch of overwritten weights.
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "binding/bindings.h"
+#include "engine/overwrite_watch.h"
 #include "engine/plan_guard.h"
 #include "engine/torch_reducer.h"
 
@@ -81,6 +82,10 @@ void bind_plan_guard(py::module_& m) {
             return guard.trains(places_of(dicts));
           },
           py::arg("dicts"));
+
+  py::class_<OverwriteWatch>(m, "OverwriteWatch")
+      .def(py::init<std::vector<at::Tensor>>(), py::arg("weights"))
+      .def("end", &OverwriteWatch::end);
 }
 
 }  // namespace bagua

@@ -116,8 +116,9 @@ class Session:
         self._agree()
         self._claim_parameters()
         self._warn_of_nothing_to_train(module)
+        kept = self._watch_kept_weights()
         self._build(gives_state=True)
-        self._handles = self._install_hooks(module, on_forwards=hook_module)
+        self._handles = kept + self._install_hooks(module, on_forwards=hook_module)
         self._missing_steps = self._watch_steps()
         close_at_exit(self)
         if seconds := env.get_top_seconds():
@@ -346,6 +347,20 @@ class Session:
         )
         self._handles += missing.handles
         return missing
+
+    def _watch_kept_weights(self) -> list[torch.utils.hooks.RemovableHandle]:
+        """Watch the first steps for copies of the weights, where rounds give weights."""
+        self._kept_weights = []
+        if self.bagua_algorithm.traits.steps_on_gradients or self.process_group.size == 1:
+            return []
+        from bagua._sync.kept_weights import KeptWeights
+
+        named, algorithm = self.bagua_build_params(), name_of(self.bagua_algorithm)
+        self._kept_weights = [
+            KeptWeights(self.bagua_module_name, algorithm, optimizer, named)
+            for optimizer in self.bagua_optimizers
+        ]
+        return [handle for kept in self._kept_weights for handle in kept.handles]
 
     def _warn_of_nothing_to_train(self, module: torch.nn.Module) -> None:
         if self.bagua_build_params():
