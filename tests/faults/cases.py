@@ -21,6 +21,8 @@ FAULTS = {
     "kill with a helper": (ERROR, ["between", "forward", "backward", "any"]),
     "raise": (ERROR, ["wrap", "between", "forward", "backward", "optimizer"]),
     "interrupt": (ERROR, ["wrap", "between", "backward", "any"]),
+    "interrupt at a line": (ERROR, ["wrap", "between"]),  # of bagua, some lines after the place
+    "terminate at a line": (ERROR, ["wrap", "between"]),
     "no memory": (ERROR, ["wrap", "between", "forward", "optimizer"]),
     "leave": (ERROR, ["between"]),
     "fork": (GOES_ON, ["between", "optimizer"]),

@@ -133,6 +133,7 @@ class Job(forked_jobs.ForkedJob):
         if rank == self.case.victim and outcome.struck:
             own = {"exit": 3, "raise": 1, "no memory": 1, "leave": 0}
             own |= dict.fromkeys(("kill", "kill with a helper"), -signal.SIGKILL)
+            own |= {"interrupt at a line": 1, "terminate at a line": -signal.SIGTERM}
             if self.case.fault in own:
                 return {own[self.case.fault]}
             if self.case.fault == "interrupt":  # it may come when the training is over

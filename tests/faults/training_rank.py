@@ -11,6 +11,7 @@ import json
 import os
 import resource
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -23,6 +24,9 @@ from support import every_algorithm, training
 from support.processes.pool import torchrun_environment
 from torch import nn
 
+AT_A_LINE = {"interrupt at a line": signal.SIGINT, "terminate at a line": signal.SIGTERM}
+PACKAGE = f"{Path(bagua.__file__).parents[1]}/"
+LINES = 30  # of bagua, in a second of the case; a step has some tens
 EXIT_OF_AN_ERROR = 7  # as a script that ends by itself when training cannot go on
 ASYNC_STEPS, ASYNC_PAUSE = 200, 0.02
 
@@ -46,6 +50,7 @@ class Injection:
         self.case, self.folder, self.journal = case, Path(folder), journal
         self.mine = case.fault != "none" and rank == case.victim
         self.step = -1
+        self.lines = 0
         self.train = None
 
     def begin(self):
@@ -63,6 +68,9 @@ class Injection:
 
     def act(self):
         fault = self.case.fault
+        if fault in AT_A_LINE:
+            sys.settrace(self._count_lines)
+            return
         self.journal.write(fault=fault, step=self.step)
         if fault == "kill with a helper" and os.fork() == 0:
             self._outlive()
@@ -98,6 +106,18 @@ class Injection:
             (self.folder / "stop store").touch()
             while (self.folder / "stop store").exists():
                 time.sleep(0.005)
+
+    def _count_lines(self, frame, event, _):
+        """A tracer: the signal comes after so many lines of bagua, wherever that is."""
+        if PACKAGE not in frame.f_code.co_filename or frame.f_code.co_name == "__del__":
+            return None
+        self.lines += event == "line"
+        if self.lines == 1 + int(LINES * self.case.seconds):
+            sys.settrace(None)
+            where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            self.journal.write(fault=self.case.fault, step=self.step, where=where)
+            signal.raise_signal(AT_A_LINE[self.case.fault])
+        return self._count_lines
 
     def _outlive(self):
         """A data loader whose parent is dead: it has all that it has inherited."""
