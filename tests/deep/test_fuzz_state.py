@@ -106,12 +106,31 @@ def load_into_per_rank():
     keeper = bagua.checkpoint.PerRank(model)
     own = f"rank{dist.get_rank()}"
     wrong = ([], {1: 2}, {}, {"rank7": {}}, {own: []}, {own: {}}, {own: {"model": {}}})
-    return [training.error_of(lambda s=state: keeper.load_state_dict(s)) for state in wrong]
+    messages = [training.error_of(lambda s=state: keeper.load_state_dict(s)) for state in wrong]
+    state, refused, changed = copy.deepcopy(keeper.state_dict()), 0, []
+    for number, chance in chances(STATES, SEED):
+        before = model_and_momentum(model, optimizer)
+        damaged = {own: changed_value(chance, state[own])}
+        _, message = attempt(ValueError, keeper.load_state_dict, damaged)
+        refused += bool(message)
+        after = model_and_momentum(model, optimizer)
+        if message and any(not same(a, b) for a, b in zip(before, after, strict=True)):
+            changed.append((number, message))
+        keeper.load_state_dict(state)
+    training.train(model, optimizer, [training.batch(1, dist.get_rank())])
+    return messages, refused, changed
 
 
-def test_per_rank_refuses_objects_without_state(ranks):
-    for messages in ranks(2, load_into_per_rank):
+def model_and_momentum(model, optimizer):
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return copy.deepcopy([*model.state_dict().values(), *states])
+
+
+def test_per_rank_takes_any_state(ranks):
+    for messages, refused, changed in ranks(2, load_into_per_rank):
         assert all(message.startswith("ValueError: ") for message in messages)
+        assert refused > STATES * 0.2
+        assert changed == []
 
 
 LEAVES = {

@@ -580,6 +580,7 @@ class PerRank:
         own = state[self._key]
         without = saved_count({_WITHOUT_STATE: 0, **own}, _WITHOUT_STATE, "PerRank")
         with self._ddp.exclusive():
+            self._check(own["model"], own["optimizer"])
             set_state_dict(
                 self._ddp.module,
                 self._optimizers,
@@ -589,3 +590,62 @@ class PerRank:
             for number, optimizer in enumerate(self._optimizers):
                 if without >> number & 1:
                     optimizer.state.clear()
+
+    def _check(self, model: Any, optimizer: Any) -> None:
+        """Raise ValueError where torch would after it has loaded a part of them."""
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        owner, here = f"PerRank: {self._key}", get_model_state_dict(self._ddp.module)
+        check_state(model, f"{owner}: 'model'")
+        if model.keys() != here.keys():
+            names = sorted(model.keys() ^ here.keys())[:3]
+            raise ValueError(f"{owner}: the state and the model here differ in {names}: {_SAME}")
+        for name, tensor in here.items():
+            if isinstance(tensor, torch.Tensor):
+                _check_like(model[name], tensor, f"{owner}: '{name}'")
+        check_state(optimizer, f"{owner}: 'optimizer'")
+        state, groups = (optimizer.get(key) for key in ("state", "param_groups"))
+        check_state(state, f"{owner}: 'optimizer/state'")
+        if not isinstance(groups, list) or not all(isinstance(each, Mapping) for each in groups):
+            raise ValueError(f"{owner}: 'optimizer/param_groups' is not a list of dicts: {_SAME}")
+        members = [each.get("params") for each in groups]
+        if not all(isinstance(names, list) for names in members):
+            raise ValueError(f"{owner}: a group of 'optimizer' has no list of 'params': {_SAME}")
+        self._check_groups([*chain(*members)], groups, state, here, owner)
+
+    def _check_groups(
+        self,
+        names: list[Any],
+        groups: Sequence[Mapping[str, Any]],
+        state: Mapping[str, Any],
+        here: Mapping[str, Any],
+        owner: str,
+    ) -> None:
+        expected = [group for each in self._optimizers for group in each.param_groups]
+        count = sum(len(group["params"]) for group in expected)
+        known = all(isinstance(name, str) and name in here for name in (*names, *state))
+        if not known or len(names) != count or len(set(names)) != count:
+            raise ValueError(
+                f"{owner}: 'optimizer' is of {len(names)} parameters, {count} here, or of others: "
+                f"{_SAME}"
+            )
+        options = set.intersection(*(set(group) for group in expected)) if expected else set()
+        for group in groups:
+            if not options <= group.keys() or not all(isinstance(key, str) for key in group):
+                missing = sorted(options - group.keys())
+                raise ValueError(f"{owner}: a group of 'optimizer' has no {missing}: {_SAME}")
+        for name, values in state.items():
+            check_state(values, f"{owner}: 'optimizer/state/{name}'")
+
+
+_SAME = "load it with the same model and optimizers"
+
+
+def _check_like(value: Any, here: torch.Tensor, name: str) -> None:
+    if not isinstance(value, torch.Tensor) or value.layout != here.layout:
+        raise ValueError(f"{name} is a {type(value).__name__} in the state, not a tensor: {_SAME}")
+    if value.shape != here.shape or value.is_complex() != here.is_complex():
+        raise ValueError(
+            f"{name} is {tuple(value.shape)} {value.dtype} in the state, {tuple(here.shape)} "
+            f"{here.dtype} here: {_SAME}"
+        )
