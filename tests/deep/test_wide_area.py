@@ -250,3 +250,37 @@ def test_rounds_go_on_behind_routers_that_forget_connections():
             assert end.returncode == 0, (way, end.stdout + end.stderr)
             assert end.stdout == f"{6 if way == 'exact' else 3} [0, 1, 2]\n", way
             assert "failed" not in end.stderr
+
+
+STARTS = """
+import os, sys, time
+from datetime import timedelta
+import torch.distributed as dist
+import bagua.torch_api as bagua
+
+rank, way = int(os.environ["RANK"]), sys.argv[1]
+if way == "no variable":
+    del os.environ["GLOO_SOCKET_IFNAME"]
+else:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+begun = time.monotonic()
+try:
+    bagua.init_process_group(timeout=timedelta(seconds=int(sys.argv[2])))
+    dist.barrier()
+    print("connected by", os.environ["GLOO_SOCKET_IFNAME"])
+except bagua.BaguaError as error:
+    print("told after", time.monotonic() - begun, type(error).__name__, error, flush=True)
+    time.sleep(20.0)  # nobody learns of it by an exit
+"""
+
+
+def test_ranks_that_listen_at_a_wrong_address_are_named_by_all_in_time():
+    with WideArea(3) as link:
+        for end in run_on_network(link, STARTS, ["no variable", 90]):
+            assert end.stdout == "connected by wan0\n", end.stdout + end.stderr
+        for end in run_on_network(link, STARTS, ["loopback", 12]):
+            assert end.stdout.startswith("told after"), end.stdout + end.stderr
+            assert float(end.stdout.split()[2]) < 12 + 4 + 10  # which a busy machine may add
+            assert (
+                "node 2) listens at 127.0.0.1 (GLOO_SOCKET_IFNAME=lo), which no other" in end.stdout
+            )

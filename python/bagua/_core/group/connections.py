@@ -9,10 +9,11 @@ import importlib.util
 import itertools
 import json
 import logging
+import queue
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +39,9 @@ _NCCL = "libnccl.so.2"
 _BETWEEN_LOOKS_S = 1.0
 #: Seconds that the end of a phase waits for the answer to its last look.
 _SECONDS_FOR_AN_ANSWER = 2.0
+
+#: Seconds between two questions whether a call that connects is to be given up.
+_BETWEEN_QUESTIONS_S = 0.1
 
 _log = logging.getLogger("bagua")
 
@@ -183,6 +187,21 @@ class Connections:
             patience or self.timeout,
             (lambda: watch.exited) if watch else None,
         )
+
+    def connecting(self) -> Callable[[], str]:
+        """Tells why a call that connects from now on is to be given up; empty: not yet.
+
+        gloo itself waits five times as long for each peer, and hears of no failure.
+        """
+        deadline = time.monotonic() + self.timeout.total_seconds()
+
+        def hopeless() -> str:
+            if self._watch is not None and (news := self._watch.news()):
+                return news
+            late = time.monotonic() > deadline
+            return f"timed out after {self.timeout.total_seconds():g} s" if late else ""
+
+        return hopeless
 
     def abort(self, reason: str) -> None:
         """End what the main thread waits for in a communicator: it raises ``reason``."""
@@ -396,7 +415,7 @@ class Connections:
         rank, size = members.index(self.rank), len(members)
         try:
             if device_type == "cpu":
-                return _gloo(store, rank, size, self.timeout)
+                return _gloo(store, rank, size, self.timeout, self.connecting())
             if device_type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = self.timeout
@@ -486,13 +505,39 @@ class MainThreadTraffic:
             )
 
 
-def _gloo(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:
+def call_until(hopeless: Callable[[], str], work: Callable[[], Any]) -> Any:
+    """``work()``, which may block; Ctrl-C, and a text of ``hopeless``, which is raised as
+    BaguaError, end the wait and leave the call to itself."""
+    outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put((work(), None))
+        except BaseException as error:  # noqa: BLE001 - raised where it is taken
+            outcome.put((None, error))
+
+    threading.Thread(target=run, name="bagua-wait", daemon=True).start()
+    while True:
+        try:
+            result, error = outcome.get(timeout=_BETWEEN_QUESTIONS_S)
+        except queue.Empty:
+            if reason := hopeless():
+                raise _C.BaguaError(reason) from None
+        else:
+            if error is not None:
+                raise error
+            return result
+
+
+def _gloo(
+    store: c10d.Store, rank: int, size: int, timeout: timedelta, hopeless: Callable[[], str]
+) -> Any:
     """A backend whose sockets no child of this process has."""
     sockets = _C.OpenedSockets()
     with suppress(RuntimeError):  # a store written in Python may not know how
         # gloo keeps a connection to itself while it waits.
         store = store.clone()  # type: ignore[attr-defined]
-    made = _C.interruptible(dist.ProcessGroupGloo, store, rank, size, timeout)
+    made = call_until(hopeless, lambda: dist.ProcessGroupGloo(store, rank, size, timeout))
     sockets.keep_from_children()
     return made
 
@@ -519,6 +564,10 @@ class _PhaseWatch(threading.Thread):
         # the process: Note [Drops at exit].
         self._over.set()
         self.join(_SECONDS_FOR_AN_ANSWER)
+
+    def news(self) -> str:
+        """Of a rank that has exited or failed; empty: there are none."""
+        return self.exited or self._board.poll() or ""
 
     def run(self) -> None:
         start = time.monotonic()

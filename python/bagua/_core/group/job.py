@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bagua import _C
 from bagua._core.group import environment as env
-from bagua._core.group.connections import Connections
+from bagua._core.group.connections import Connections, call_until
+from bagua._core.group.interfaces import choose_interface, forget_interface, where_ranks_listen
 from bagua._core.group.membership import announce, job_at_work
 from bagua._core.group.process_group import (
     BaguaProcessGroup,
@@ -149,6 +150,7 @@ def init_process_group(
             _register_elastic()
             backend = _ELASTIC
             keys = store
+        choose_interface(store)
         fresh_keys = c10d.PrefixStore(f"bagua/{_incarnation}/torch", store)
         _make_torch_group(backend or _default_backend(), fresh_keys, rank, world_size, timeout)
         _made_torch_group = True
@@ -163,13 +165,18 @@ def _make_torch_group(
     with connections.collective_phase("init_process_group"):
         sockets = _C.OpenedSockets()
         try:
-            _C.interruptible(
+            call_until(
+                connections.connecting(),
                 lambda: dist.init_process_group(
                     backend, store=store, rank=rank, world_size=world_size, timeout=timeout
-                )
+                ),
             )
         except RuntimeError as error:
-            raise _C.BaguaError(f"the ranks could not connect to each other: {error}") from error
+            listening = where_ranks_listen(store, rank, world_size)
+            late = _C.is_timeout_of_transport(str(error))
+            raise (_C.BaguaTimeoutError if late else _C.BaguaError)(
+                f"{listening}The ranks could not connect to each other: {error}"
+            ) from error
         sockets.keep_from_children()
         sockets.give_up_after(connections.timeout.total_seconds())
 
@@ -458,6 +465,7 @@ def destroy_process_group() -> None:
         _torch_groups.clear()
         if _made_torch_group and dist.is_initialized():
             dist.destroy_process_group()
+            forget_interface()
         _made_torch_group = False
 
 

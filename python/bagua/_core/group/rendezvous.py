@@ -140,12 +140,17 @@ def connect_store(address: str, timeout: timedelta) -> c10d.Store:
     return store
 
 
+def tcp_store(store: c10d.Store) -> Any:
+    """The store behind prefixes, which need not be of TCP."""
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
 def keep_connections(store: c10d.Store, timeout: timedelta) -> None:
     """As ``OpenedSockets.give_up_after``, for connections that others have made: those to
     ``store``, and those of torch's groups."""
-    while isinstance(store, c10d.PrefixStore):
-        store = store.underlying_store
-    port = getattr(store, "port", None)  # neither files nor memory have one
+    port = getattr(tcp_store(store), "port", None)  # neither files nor memory have one
     _C.torch_sockets_give_up_after(timeout.total_seconds(), -1 if port is None else port)
 
 

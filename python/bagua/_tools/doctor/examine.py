@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from bagua import _C, BaguaError
 from bagua._core.group import environment as env
+from bagua._core.group.interfaces import choose_interface
 from bagua._core.group.rendezvous import agree_on_incarnation, is_one_of_several
 from bagua._tools.doctor.links import Measured, Place, Post, all_pairs, measure, rounds_of_pairs
 from bagua._tools.doctor.sums import ELEMENTS, findings_of_sums, reduce_everywhere
@@ -115,6 +116,7 @@ def _meet(patience: timedelta) -> tuple[int, int, c10d.Store] | str:
     try:
         rank, size = env.get_rank(), env.get_world_size()
         store = _store(rank, size, patience)
+        choose_interface(store)
         name = agree_on_incarnation(store, rank, size, patience)
     except (BaguaError, ValueError) as error:
         return str(error)

@@ -1,0 +1,131 @@
+"""The network interface at which gloo listens, and by which other ranks reach this one."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import json
+import logging
+import os
+import socket
+import struct
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import distributed_c10d as c10d
+
+from bagua import _C
+from bagua._core.group import environment as env
+from bagua._core.group.rendezvous import stored_lines, tcp_store, wait_for_keys
+
+_VARIABLE = "GLOO_SOCKET_IFNAME"
+_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
+_MOST_RANKS = 64  # whose places an error looks at
+_MOST_NAMED = 4  # ranks whose places an error names
+_PATIENCE = timedelta(seconds=2)  # until other ranks, which have failed too, have told theirs
+
+_log = logging.getLogger("bagua")
+_chosen = ""
+
+
+def choose_interface(store: c10d.Store) -> None:
+    """Have gloo listen at the interface by which this process reaches ``store``.
+
+    A variable of the user's is left alone, and a store of this host says nothing about the way to
+    other machines: gloo then takes the address of the host name.
+    """
+    global _chosen
+    if _VARIABLE in os.environ:
+        return
+    address = _address_towards(tcp_store(store))
+    for name, own in _ipv4_addresses().items():
+        if own == address and not _is_loopback(own):
+            os.environ[_VARIABLE] = _chosen = name
+            _log.info("gloo uses interface %s (%s), which leads to the job's store", name, own)
+            return
+
+
+def forget_interface() -> None:
+    """Undo ``choose_interface``: another job may have another store."""
+    global _chosen
+    if _chosen and os.environ.get(_VARIABLE) == _chosen:
+        del os.environ[_VARIABLE]
+    _chosen = ""
+
+
+def where_ranks_listen(store: c10d.Store, rank: int, size: int) -> str:
+    """What is wrong with the addresses at which ranks listen, for an error; may be empty.
+
+    Called by all ranks that could not connect.
+    """
+    told: dict[int, list[str]] = {}
+    with suppress(RuntimeError):  # the store may have gone with the ranks
+        place = [f"{socket.gethostname()}, node {env.get_node_rank()}", *_own_place()]
+        store.set(f"listens/{rank}", json.dumps(place))
+        keys = [f"listens/{other}" for other in range(min(size, _MOST_RANKS))]
+        with suppress(_C.BaguaTimeoutError):
+            wait_for_keys(store, keys, _PATIENCE)
+        for other, key in enumerate(keys):
+            if store.check([key]) and len(place := stored_lines(store, key)) == 3:
+                told[other] = place
+    return _fault_of(told)
+
+
+def _fault_of(places: dict[int, list[str]]) -> str:
+    """``places``: by rank its host, address and the reason for that address."""
+    local = [rank for rank, (_, address, _) in places.items() if _is_loopback(address)]
+    hosts = {host for host, _, _ in places.values()}
+    if local and (len(hosts) > 1 or len(local) < len(places)):
+        return (
+            f"{_listed(places, local)}, which no other machine reaches: set {_VARIABLE} to the "
+            "interface that the machines share. "
+        )
+    if len({address.rpartition(".")[0] for _, address, _ in places.values()}) > 1:
+        return f"{_listed(places, list(places))}; {_VARIABLE} names the interface. "
+    return ""
+
+
+def _listed(places: dict[int, list[str]], ranks: list[int]) -> str:
+    texts = []
+    for rank in ranks[:_MOST_NAMED]:
+        host, address, reason = (
+            "".join(letter for letter in text[:60] if letter.isprintable()) for text in places[rank]
+        )
+        texts.append(f"rank {rank} ({host}) listens at {address} ({reason})")
+    return ", ".join(texts) + (" and others" if len(ranks) > _MOST_NAMED else "")
+
+
+def _own_place() -> tuple[str, str]:
+    """Address at which gloo listens in this process, and why."""
+    name = os.environ.get(_VARIABLE, "").split(",")[0]
+    if name:
+        by = "the way to the job's store" if name == _chosen else f"{_VARIABLE}={name}"
+        return _ipv4_addresses().get(name, "no address"), by
+    with suppress(OSError):
+        return socket.gethostbyname(socket.gethostname()), "the address of its host name"
+    return "127.0.0.1", "its host name has no address"
+
+
+def _address_towards(store: Any) -> str:
+    with suppress(OSError, AttributeError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        one.connect((store.host, store.port))  # sends nothing
+        return str(one.getsockname()[0])
+    return ""
+
+
+def _ipv4_addresses() -> dict[str, str]:
+    """The first IPv4 address of every interface that has one."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has none
+                answer = fcntl.ioctl(asking, _ADDRESS, struct.pack("16s24x", name.encode()))
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def _is_loopback(address: str) -> bool:
+    with suppress(ValueError):
+        return ipaddress.ip_address(address).is_loopback
+    return False
