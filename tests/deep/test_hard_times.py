@@ -1,11 +1,13 @@
-"""Jobs side by side, few files, forks, a network that goes away: equal bits, or a name."""
+"""Jobs side by side, few files, forks, a network that goes away, a clock: equal bits, or a name."""
 
 import math
 import threading
 import time
 
+import pytest
 from support.processes.networks import needs_namespaces, network
 from support.processes.pool import run_on_network
+from support.programs.cpp_programs import build_library
 
 TRAINS = """
 import datetime, hashlib, resource, sys, time
@@ -74,6 +76,19 @@ def test_data_loaders_may_fork_while_lanes_run(run_script):
 def test_a_rank_needs_less_than_64_files(run_script):
     few = "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))"
     assert bits(run_script(3, source(before=few))) == bits(run_script(3, source()))
+
+
+@pytest.mark.timeout(300)
+def test_a_wall_clock_that_jumps_by_hours_hides_no_lost_rank(run_script):
+    clock = build_library("clock.so", "tests/cpp/jumping_clock/jumping_clock.cpp", libraries=[])
+    seen = "seen = [(time.sleep(0.05), time.time())[1] for _ in range(20)]"
+    before = f"import os; {seen}; assert max(seen) - min(seen) > 3600.0"
+    dies = "step == 20 and bagua.get_rank() == 1 and os._exit(3)"
+    script = source(timeout=100, before=before, in_step=f"{dies}; {PAUSE}")
+    first, _ = run_script(2, script, env={"LD_PRELOAD": clock}, timeout=250.0, anew=True)
+    assert first.returncode == 7, first.stdout + first.stderr
+    told = first.stdout.split("told BaguaError ", 1)[1]
+    assert "rank 1" in told.splitlines()[0]
 
 
 def train_over_a_link(timeout, seconds_without=None):
