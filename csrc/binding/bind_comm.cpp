@@ -17,6 +17,7 @@
 #include "binding/bindings.h"
 #include "binding/interruptible.h"
 #include "comm/c10d_communicator.h"
+#include "comm/collective_watch.h"
 #include "comm/communicator.h"
 #include "comm/counting_communicator.h"
 #include "comm/host_communicator.h"
@@ -152,6 +153,8 @@ void bind_thread_ranks(py::module_& m) {
 
 void bind_failure_board(py::module_& m) {
   m.def("is_timeout_of_transport", &is_timeout_of_transport, py::arg("text"));
+  m.def("watch_collectives", &watch_collectives);
+  m.def("watched_collectives", &watched_collectives);
   py::enum_<Blame>(m, "Blame")
       .value("THIS_RANK", Blame::kThisRank)
       .value("MAYBE_OTHER", Blame::kMaybeOther);

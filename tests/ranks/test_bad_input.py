@@ -7,7 +7,6 @@ from unittest import mock
 import bagua.torch_api as bagua
 import pytest
 import torch
-import torch.distributed as dist
 from bagua.torch_api import Guard
 from bagua.torch_api.algorithms import (
     AutoAlgorithm,
@@ -192,12 +191,6 @@ def test_wrong_arguments_and_variables_are_named(ranks):
     ranks(1, wrong_arguments)
 
 
-class Communicating(torch.optim.SGD):
-    def step(self, closure=None):
-        dist.all_reduce(self.param_groups[0]["params"][0].grad)
-        return super().step(closure)
-
-
 OPTIMIZERS = {
     "ZeroRedundancyOptimizer": lambda parameters: ZeroRedundancyOptimizer(
         parameters, torch.optim.SGD, lr=0.1
@@ -205,7 +198,6 @@ OPTIMIZERS = {
     "PostLocalSGDOptimizer": lambda parameters: PostLocalSGDOptimizer(
         torch.optim.SGD(parameters, lr=0.1), PeriodicModelAverager(period=2)
     ),
-    "Communicating": lambda parameters: Communicating(parameters, lr=0.1),
 }
 
 

@@ -36,6 +36,21 @@ def only_makes_state() -> bool:
     return False
 
 
+def part_of_a_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the ``step()`` whose hook calls this runs in another of the same optimizer.
+
+    torch hooks the step of each class, so that a subclass that calls ``super().step()`` has two.
+    """
+    frame = sys._getframe(2).f_back
+    for _ in range(_FRAMES):
+        if frame is None:
+            break
+        if frame.f_code.co_name == "step" and frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
+
+
 class MissingSteps:
     """Counts training forwards before which parameters changed, but no given optimizer has stepped.
 
@@ -112,8 +127,10 @@ class StepAttempts(DroppedOnCopy):
         """A training forward begins."""
         self._forward = True
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, optimizer: torch.optim.Optimizer | None = None, *_: Any) -> None:
         if only_makes_state() or not (self._forward or self._moves()):
+            return
+        if optimizer is not None and part_of_a_step(optimizer):
             return
         self._forward = False
         self.count += 1

@@ -27,13 +27,12 @@ from bagua._core.state.initial_state import (
     InitialState,
     broadcast_state,
     broadcast_tensors,
-    communicating_optimizer,
 )
 from bagua._core.state.shards import is_sharded, ranks_of
 from bagua._core.state.snapshot import ModuleSnapshot, sample
 from bagua._core.state.statistics import statistics
 from bagua._sync.hooks import WeakHook, outside_graphs, tensors_in
-from bagua._sync.optimizer_steps import MissingSteps, only_makes_state
+from bagua._sync.optimizer_steps import MissingSteps, only_makes_state, part_of_a_step
 from bagua._sync.synchronizer import Synchronizer
 from bagua._watch.publisher import publish
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, name_of
@@ -168,16 +167,11 @@ class Session:
         self._refuse_shards_of_the_group()
         if self.bagua_algorithm.traits.steps_on_gradients:
             return
-        optimizer = communicating_optimizer(self.bagua_optimizers)
-        if optimizer is not None:
-            name = name_of(self.bagua_algorithm)
-            raise NotImplementedError(
-                f"module '{self.bagua_module_name}': {type(optimizer).__name__} communicates in "
-                f"its step(), and with {name} each rank steps on gradients of its own data, so "
-                "parameters would learn from the data of one rank only. Use a plain optimizer of "
-                "all parameters, such as torch.optim.AdamW, or an algorithm that averages "
-                "gradients: GradientAllReduceAlgorithm or ByteGradAlgorithm."
-            )
+        # Not at the top: most algorithms need nothing of it.
+        from bagua._sync.communicating_optimizers import refuse_at_sight
+
+        algorithm_name = name_of(self.bagua_algorithm)
+        refuse_at_sight(self.bagua_module_name, algorithm_name, self.bagua_optimizers)
 
     def _averaged_inside(self, module: torch.nn.Module) -> bool:
         """Whether torch averages gradients between ranks of which the group has only this one."""
@@ -330,8 +324,9 @@ class Session:
 
         def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             session = this()
-            if session is not None and not only_makes_state():
-                session.bagua_algorithm.init_post_optimizer_step_hook(session)(optimizer)
+            if session is None or only_makes_state() or part_of_a_step(optimizer):
+                return
+            session.bagua_algorithm.init_post_optimizer_step_hook(session)(optimizer)
 
         return handles + [o.register_step_post_hook(after_step) for o in self.bagua_optimizers]
 
@@ -339,9 +334,13 @@ class Session:
         """Watch that the given optimizers step, where the algorithm depends on it."""
         if self.bagua_algorithm.traits.steps_on_gradients or not self.bagua_optimizers:
             return None
+        from bagua._sync.communicating_optimizers import FirstSteps
+
+        names = self.bagua_module_name, name_of(self.bagua_algorithm)
+        for optimizer in self.bagua_optimizers:
+            self._handles += FirstSteps(*names, optimizer, self.process_group).handles
         missing = MissingSteps(
-            self.bagua_module_name,
-            name_of(self.bagua_algorithm),
+            *names,
             self.bagua_optimizers,
             [p for _, p in self.bagua_build_params()],
         )

@@ -8,7 +8,6 @@ compares all of the text with what it knows of its own optimizer.
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 from collections.abc import Sequence
@@ -29,18 +28,6 @@ InitialState = Literal["all", "without buffers", "nothing"]
 _MESSAGE_BYTES = 32 * 1024**2
 
 
-#: Names of collectives of torch and of functions around them, and of optimizers that call some
-#: through another object.
-_COLLECTIVES = {
-    *(
-        "all_gather",
-        "all_gather_into_tensor",
-        "all_reduce",
-        "allreduce_async_",
-        "all_to_all_single",
-    ),
-    *("broadcast", "reduce_scatter", "reduce_scatter_tensor", "average_parameters"),
-}
 _SHARDED = "ZeroRedundancyOptimizer"
 
 _DTYPES = {
@@ -60,25 +47,6 @@ _MOST_TEXT_PER_PARAMETER = 64 * 1024
 _MOST_TEXT_BESIDES = 1024**2
 _MOST_DEPTH = 16
 _MOST_DIMENSIONS = 64
-
-
-def _own_classes(optimizer: torch.optim.Optimizer) -> list[type]:
-    return [c for c in type(optimizer).__mro__ if not issubclass(torch.optim.Optimizer, c)]
-
-
-def communicating_optimizer(
-    optimizers: Sequence[torch.optim.Optimizer],
-) -> torch.optim.Optimizer | None:
-    """The first optimizer whose class calls a collective: one that communicates by itself."""
-    for optimizer in optimizers:
-        for owner in _own_classes(optimizer):
-            for method in vars(owner).values():
-                code = (
-                    getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
-                )
-                if code is not None and _COLLECTIVES & {*code.co_names}:
-                    return optimizer
-    return None
 
 
 def broadcast_tensors(
