@@ -3,6 +3,7 @@
 import os
 import threading
 import warnings
+from functools import partial
 from pathlib import Path
 
 import bagua.torch_api as bagua
@@ -92,6 +93,19 @@ def test_a_warning_stands_at_the_users_line_and_comes_once_per_job(ranks):
     assert [text for text, _ in own] == ["rank 0", "rank 1"]
     ((text, line),) = threads
     assert line in ("thread.start()", "thread.join()")
+
+
+def test_a_module_that_the_package_imports_is_not_the_user():
+    inner = partial(warn, "while it imports")
+    for module in ("enum", "sympy.core", "torch.fx", "bagua._sync"):
+        names = {"__name__": module, "inner": inner}
+        exec("def call():\n    inner()\n", names)
+        inner = names["call"]
+
+    def wrap():
+        inner()
+
+    assert recorded(wrap) == [("while it imports", "inner()")]
 
 
 def test_before_there_is_a_group_rank_0_speaks(monkeypatch):

@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
 from types import FrameType
 
 import torch.distributed as dist
@@ -15,10 +14,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from bagua._core.group import environment as env
 
+_OWN = {"bagua", "mlbench_core"}
 # Modules between the user's code and the package.
-_NOT_THE_USERS = {
-    *("bagua", "mlbench_core", "torch", "contextlib", "functools", "importlib", "threading"),
-    *("lightning", "lightning_fabric", "pytorch_lightning", "accelerate", "transformers"),
+_NOT_THE_USERS = sys.stdlib_module_names | {
+    *("torch", "lightning", "lightning_fabric", "pytorch_lightning", "accelerate", "transformers"),
 }
 #: Texts about which the ranks decide in the store who says them; of others each rank speaks.
 _MOST_TEXTS = 64
@@ -43,7 +42,7 @@ def warn(text: str, category: type[Warning] = UserWarning, *, each_rank: bool = 
     """
     if not (each_rank or _speaks(text)):
         return
-    frame = next(_frames_of_user(), None) or sys._getframe(1)
+    frame = _frame_of_user() or sys._getframe(1)
     warnings.warn_explicit(
         text,
         category,
@@ -70,11 +69,18 @@ def _speaks(text: str) -> bool:
     return _said_here.get(text, True)
 
 
-def _frames_of_user() -> Iterator[FrameType]:
-    """Frames of the user's code, the innermost first: of this thread, then of the main thread."""
+def _frame_of_user() -> FrameType | None:
+    """The user's frame that led here in this thread or, where there is none, in the main thread."""
     main = sys._current_frames().get(threading.main_thread().ident or 0)
     for frame in (sys._getframe(2), main):
+        names, frames = [], []
         while frame is not None:
-            if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USERS:
-                yield frame
+            names.append(frame.f_globals.get("__name__", "").partition(".")[0])
+            frames.append(frame)
             frame = frame.f_back
+        # Modules that the package imports are inside of its frames, and may be anyone's.
+        inside = max((i for i, name in enumerate(names) if name in _OWN), default=-1)
+        for name, found in list(zip(names, frames, strict=True))[inside + 1 :]:
+            if name not in _NOT_THE_USERS:
+                return found
+    return None
