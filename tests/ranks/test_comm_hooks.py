@@ -284,6 +284,15 @@ def refuse():
             comm_hooks.register(ddp, algorithm)
     with pytest.raises(RuntimeError, match="can only be called once"):
         twice.register_comm_hook(None, nothing)
+    builtin = fresh()
+    builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    with pytest.MonkeyPatch.context() as patch:
+        closed = []
+        patch.setattr(comm_hooks.Handle, "close", lambda handle: closed.append(handle))
+        with pytest.raises(RuntimeError, match="can only be called once"):
+            comm_hooks.register(builtin, "bytegrad")
+    assert len(closed) == 1
+    closed[0]._running.stop()
 
 
 def test_wrong_calls_are_refused(ranks):

@@ -7,8 +7,20 @@ import subprocess
 import sys
 
 import bagua.torch_api as bagua
+import pytest
+import torch
 import torch.distributed as dist
-from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
+from bagua import BaguaError
+from bagua.torch_api._session import Session, is_owned
+from bagua.torch_api.algorithms import (
+    ByteGradAlgorithm,
+    DecentralizedAlgorithm,
+    DiLoCoAlgorithm,
+    GradientAllReduceAlgorithm,
+    QAdamAlgorithm,
+    QAdamOptimizer,
+)
+from bagua.torch_api.data_parallel import DistributedDataParallel
 from support import training
 
 NOTHING_BUT_WITH_BAGUA = """
@@ -70,3 +82,79 @@ def test_a_wrap_takes_no_optimizer_one_without_a_list_and_a_name(ranks):
             ("DiLoCoAlgorithmImpl", 1),
         ]
         assert "counts the steps of the optimizers given to with_bagua: give it the one" in error
+
+
+def backward(model, step=0):
+    model.zero_grad()
+    training.squared_error(model, training.batch(step, dist.get_rank())).backward()
+    training.assert_ranks_agree(model)
+
+
+def hooks_of(model, *optimizers):
+    tables = [model._forward_pre_hooks, model._forward_hooks, model._state_dict_pre_hooks]
+    tables += [optimizer._optimizer_step_post_hooks for optimizer in optimizers]
+    return [dict(table) for table in tables]
+
+
+def fails(monkeypatch, stage):
+    def fail(self, *_, **__):
+        raise ArithmeticError(stage)
+
+    monkeypatch.setattr(Session, stage, fail)
+
+
+STAGES = ["_claim_parameters", "_give_initial_state", "_make_buckets", "_watch_steps"]
+
+
+@training.with_group
+def failed_wraps():
+    """A module is as it was after a first wrap that failed, and refuses after a second one."""
+    model = training.network()
+    optimizer = training.sgd(model)
+    gradient = model[0].weight.grad = torch.ones_like(model[0].weight)
+    before = type(model), hooks_of(model, optimizer)
+    for stage in STAGES:
+        for algorithm in (ByteGradAlgorithm(), DecentralizedAlgorithm()):
+            with pytest.MonkeyPatch.context() as patch:
+                fails(patch, stage)
+                with pytest.raises(ArithmeticError, match=stage) as caught:
+                    model.with_bagua([optimizer], algorithm)
+                with pytest.raises(ArithmeticError, match=stage):
+                    DistributedDataParallel(model, algorithm=algorithm)
+            assert (type(model), hooks_of(model, optimizer)) == before
+            assert model[0].weight.grad is gradient
+            assert not is_owned(model[0].weight), caught.value  # which holds the frames
+    model.with_bagua([optimizer], GradientAllReduceAlgorithm())
+    for wrong in (QAdamAlgorithm(QAdamOptimizer(model.parameters())), DiLoCoAlgorithm()):
+        with pytest.raises((TypeError, ValueError), match="optimizer"):
+            model.with_bagua([], wrong)
+        with pytest.raises(BaguaError, match="to replace its algorithm failed, so it would train"):
+            backward(model)
+    model.train().with_bagua([optimizer], GradientAllReduceAlgorithm())
+    backward(model)
+
+
+def test_a_wrap_that_fails_leaves_the_module_or_has_it_refuse_to_train(ranks):
+    ranks(2, failed_wraps)
+
+
+class Slotted(torch.nn.Linear):
+    def __setattr__(self, name, value):
+        if name == "__class__":
+            raise AttributeError("frozen")
+        super().__setattr__(name, value)
+
+
+@training.with_group
+def fixed_classes():
+    scripted = torch.jit.script(torch.nn.Linear(2, 2))
+    for model, words in ((scripted, "ScriptModule"), (Slotted(2, 2), "frozen.*contains it")):
+        before = type(model), hooks_of(model)
+        with pytest.raises(TypeError, match=words):
+            model.with_bagua([training.sgd(model)], GradientAllReduceAlgorithm())
+        assert (type(model), hooks_of(model)) == before
+        assert not is_owned(next(model.parameters()))
+
+
+def test_a_module_whose_class_is_fixed_is_refused_before_anything_has_changed(ranks):
+    ranks(2, fixed_classes)

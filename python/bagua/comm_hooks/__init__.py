@@ -276,7 +276,11 @@ def register(
         handle = Handle(module_name, impl, lane, named, grad_scaler if scaled else None, wrap)
         # A rank must not go on while another is still connecting to it.
         connections.reduce_numbers("registering a communication hook", _C.ReduceOp.SUM, 0)
-    handle.attach(ddp.reducer)
+    try:
+        handle.attach(ddp.reducer)
+    except BaseException:
+        handle.close()  # torch has a hook already
+        raise
     setattr(ddp, _MARK, _Mark(handle))
     logger: Any = getattr(ddp, "logger", None)
     with contextlib.suppress(AttributeError, TypeError):  # torch's own, for its logging only

@@ -53,6 +53,8 @@ class Session:
     Args:
         initial_state: broadcast by the first rank.
         hook_module: False: the caller calls :meth:`before_forward` and :meth:`after_forward`.
+        replaces: the session of an earlier wrap. It ends when the ranks have agreed on this one; if
+            this one fails after that, the module refuses to train.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Session:
         hook_module: bool = True,
         grad_scaler: torch.amp.GradScaler | None = None,
         guard: Guard | None = None,
+        replaces: Session | None = None,
     ) -> None:
         self._module = weakref.ref(module)
         self.bagua_optimizers = list(optimizers)
@@ -107,18 +110,27 @@ class Session:
         self._built = 0  # times
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._watching = False
-        self._ended = False
+        self._ended = ""  # why it has, for the error of forwards
 
         self._check(module)
         self.guard = self._guard_of(self.bagua_algorithm)
         self._description = self._describe(module, algorithm)
         self._agree()
-        self._claim_parameters()
-        self._warn_of_nothing_to_train(module)
-        kept = self._watch_kept_weights()
-        self._build(gives_state=True)
-        self._handles = kept + self._install_hooks(module, on_forwards=hook_module)
-        self._missing_steps = self._watch_steps()
+        if replaces is not None:
+            replaces.pause()
+            replaces.end("the wrap that was to replace its algorithm failed")
+        try:
+            self._claim_parameters()
+            self._warn_of_nothing_to_train(module)
+            self._handles += self._watch_kept_weights()
+            self._build(gives_state=True)
+            self._install_hooks(module, on_forwards=hook_module)
+            self._missing_steps = self._watch_steps()
+        except BaseException:
+            self._undo()
+            raise
+        if replaces is not None:
+            replaces.close()
         close_at_exit(self)
         if seconds := env.get_top_seconds():
             publish(self, seconds)
@@ -282,9 +294,17 @@ class Session:
         broadcast_state(tensors, self.bagua_optimizers, connections, source)
 
     def _make_buckets(self) -> None:
+        """Make new buckets; training continues with gradients that the user may hold."""
+        gradients = [(p, p.grad) for _, p in self.bagua_build_params()]
+        try:
+            self._register_tensors()
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+    def _register_tensors(self) -> None:
         """Register the algorithm's tensors, and give it buckets with operations."""
         algorithm = self.bagua_algorithm
-        gradients = [(p, p.grad) for _, p in self.bagua_build_params()]
         tensors = algorithm.init_tensors(self)
         limit = self._bucket_bytes
         groups = split_by_bucket_size(tensors, bagua_getter_closure, limit, is_sparse)
@@ -293,9 +313,6 @@ class Session:
             algorithm.init_operations(self, bucket)
         if self.guard is not None:
             self.guard.attach(self.bagua_buckets)
-        # Building replaces gradients; training continues with tensors that the user may hold.
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
 
     def weights_sample(self) -> _C.WeightsSample | None:
         """The part of the weights that each round compares; None: nothing."""
@@ -306,12 +323,10 @@ class Session:
             return None
         return sample(self._snapshot.common_parameters(self.module), every)
 
-    def _install_hooks(
-        self, module: torch.nn.Module, *, on_forwards: bool
-    ) -> list[torch.utils.hooks.RemovableHandle]:
-        handles = [module.register_state_dict_pre_hook(WeakHook(self._settle))]
+    def _install_hooks(self, module: torch.nn.Module, *, on_forwards: bool) -> None:
+        self._handles.append(module.register_state_dict_pre_hook(WeakHook(self._settle)))
         if on_forwards:
-            handles += [
+            self._handles += [
                 # Before FSDP2 exchanges sharded parameters for whole ones.
                 module.register_forward_pre_hook(
                     outside_graphs(self.before_forward), prepend=self._snapshot.sharded
@@ -319,7 +334,7 @@ class Session:
                 module.register_forward_hook(outside_graphs(self.after_forward)),
             ]
         if not self.bagua_algorithm.overrides("init_post_optimizer_step_hook"):
-            return handles
+            return
         this = weakref.ref(self)
 
         def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -328,7 +343,7 @@ class Session:
                 return
             session.bagua_algorithm.init_post_optimizer_step_hook(session)(optimizer)
 
-        return handles + [o.register_step_post_hook(after_step) for o in self.bagua_optimizers]
+        self._handles += [o.register_step_post_hook(after_step) for o in self.bagua_optimizers]
 
     def _watch_steps(self) -> MissingSteps | None:
         """Watch that the given optimizers step, where the algorithm depends on it."""
@@ -411,9 +426,8 @@ class Session:
 
     def _refuse_to_train_alone(self) -> None:
         raise BaguaError(
-            f"module '{self.bagua_module_name}': its process group was destroyed, so it would "
-            "train without the other ranks. Call init_process_group() and wrap the module "
-            "again, on every rank."
+            f"module '{self.bagua_module_name}': {self._ended}, so it would train without the "
+            "other ranks. Wrap the module again, on every rank, after init_process_group()."
         )
 
     def _run_pending(self) -> None:
@@ -633,16 +647,31 @@ class Session:
 
     def close(self) -> None:
         """Remove all hooks and stop the threads. The module keeps its weights. Idempotent."""
+        self._remove_hooks()
+        self.end("it was closed")
+
+    def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self.end_with_group()
+
+    def _undo(self) -> None:
+        """Leave the module as it was before a construction that has failed."""
+        self._remove_hooks()
+        self._ended = "its wrap failed"
+        self._stop()
+        self.bagua_algorithm.close()
+        _release(self)
 
     def end_with_group(self) -> None:
         """Stop the threads as the process group ends: later training forwards raise. Idempotent."""
+        self.end("its process group was destroyed")
+
+    def end(self, why: str) -> None:
+        """Stop the threads; training forwards raise ``why`` as long as hooks are there."""
         if self._ended:
             return
-        self._ended = True
+        self._ended = why
         late_failure = self._finish_rounds()
         self._stop()
         self.bagua_algorithm.close()

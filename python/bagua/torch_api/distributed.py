@@ -123,9 +123,7 @@ def wrap(
     if dist.is_initialized():
         ensure_initialised()
     group = as_bagua_group(process_group)
-    if isinstance(model, BaguaModule):
-        model.bagua_ddp.pause()
-        model.bagua_ddp.close()
+    wrapped_class = _class_of(model)
     with group.connections.collective_phase("with_bagua"):
         ddp = Session(
             model,
@@ -138,10 +136,13 @@ def wrap(
             broadcast_buffers=broadcast_buffers,
             grad_scaler=grad_scaler,
             guard=guard,
+            replaces=model.bagua_ddp if isinstance(model, BaguaModule) else None,
         )
-    wrapped = _wrap_class(model)
-    wrapped._attach(ddp)
-    return wrapped
+    forget_copy(model)
+    model.__class__ = wrapped_class
+    assert isinstance(model, BaguaModule)
+    model._attach(ddp)
+    return model
 
 
 class BaguaModule(torch.nn.Module):
@@ -361,22 +362,28 @@ def forget_copy(module: torch.nn.Module) -> None:
 _classes: dict[type, type] = {}
 
 
-def _wrap_class(module: torch.nn.Module) -> BaguaModule:
-    """Make ``module`` a :class:`BaguaModule` in place; TypeError where Python cannot."""
+def _class_of(module: torch.nn.Module) -> type:
+    """The class of ``module`` when it is wrapped; TypeError where Python cannot change it."""
     original = type(module)
     if isinstance(module, BaguaModule):
-        return module
-    forget_copy(module)
-    if original not in _classes:
-        names = {
-            "__module__": original.__module__,
-            "__qualname__": original.__qualname__,
-            "__doc__": original.__doc__,
-            "_bagua_original": original,
-        }
-        _classes[original] = type(original.__name__, (BaguaModule, original), names)
+        return original
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError("with_bagua cannot wrap a ScriptModule; wrap the module, then script it")
-    module.__class__ = _classes[original]
-    assert isinstance(module, BaguaModule)
-    return module
+    names = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "_bagua_original": original,
+    }
+    try:
+        if original not in _classes:
+            _classes[original] = type(original.__name__, (BaguaModule, original), names)
+        module.__class__ = _classes[original]
+        module.__class__ = original
+    except Exception as error:
+        raise TypeError(
+            f"with_bagua makes {original.__qualname__} a subclass of its class, which failed: "
+            f"{error}. Wrap a module that contains it, or take "
+            "bagua.torch_api.data_parallel.DistributedDataParallel."
+        ) from error
+    return _classes[original]
