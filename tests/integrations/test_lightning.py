@@ -338,3 +338,27 @@ def test_wrong_arguments_are_refused(ranks):
     (errors,) = ranks(1, refusals)
     for key, beginning in REFUSED.items():
         assert (errors[key] or "").startswith(beginning), key
+
+
+def refused_by_the_other_package():
+    import lightning.fabric
+    import lightning_fabric
+    import pytorch_lightning
+    from bagua.lightning import strategies
+
+    assert strategies["lightning.pytorch"] is strategies["lightning"]
+    said = []
+    for make, ours, theirs in (
+        (pytorch_lightning.Trainer, "lightning", "pytorch_lightning"),
+        (lightning_fabric.Fabric, "lightning.fabric", "lightning_fabric"),
+        (lightning.fabric.Fabric, "lightning_fabric", "lightning.fabric"),
+    ):
+        with pytest.raises(ValueError, match="invalid strategy") as refused:
+            make(strategy=strategies[ours]("bytegrad"), accelerator="cpu", devices=2)
+        said.append(f"bagua.lightning.strategies[{theirs!r}]" in str(refused.value))
+        make(strategy=strategies[theirs]("bytegrad"), accelerator="cpu", devices=2)
+    return said
+
+
+def test_an_error_about_the_other_packages_strategy_names_the_right_one(ranks):
+    assert ranks(2, refused_by_the_other_package) == [[True] * 3] * 2

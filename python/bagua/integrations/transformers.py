@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -26,6 +27,10 @@ _NEW_ACCELERATOR = "create_accelerator_and_postprocess"
 _LOAD_BEST = "_load_best_model"
 _TRAIN = "train"
 _SHOWN = ("evaluate", "predict", "save_model")
+#: A method that is called before each step, and the argument by which it gathers numbers of tokens;
+#: older releases have neither.
+_NEXT_BATCHES = "get_batch_samples"
+_AVERAGES_TOKENS = "average_tokens_across_devices"
 _METHODS = (_SAVE, _LOAD, _NEW_ACCELERATOR, _LOAD_BEST, _TRAIN, *_SHOWN)
 
 
@@ -41,7 +46,8 @@ def use(trainer: transformers.Trainer, algorithm: str | Algorithm) -> Hooks:
 
     With an algorithm that does more than reduce gradients the model is given to ``with_bagua``,
     without ``DistributedDataParallel``. With ``diloco`` ``train`` evaluates and saves the
-    anchor, and ends with an outer round, so that all ranks end with the same weights.
+    anchor, and ends with an outer round, so that all ranks end with the same weights. Where ranks
+    hold different weights ``average_tokens_across_devices`` is off.
 
     Args:
         algorithm: a registered name, or an object of ``bagua.torch_api.algorithms``.
@@ -86,7 +92,28 @@ def use(trainer: transformers.Trainer, algorithm: str | Algorithm) -> Hooks:
         lambda: _accelerate.install(trainer.accelerator, algorithm, hooks),
     )
     _extend_rounds(trainer, hooks)
+    _count_own_tokens(trainer, hooks)
     return hooks
+
+
+def _count_own_tokens(trainer: Any, hooks: Hooks) -> None:
+    """Divide losses by this rank's tokens where ranks train by themselves.
+
+    Gathering the numbers of all ranks, ``average_tokens_across_devices``, is a wait in every step.
+    The arguments, which may be another trainer's too, are copied.
+    """
+
+    @contextmanager
+    def alone() -> Iterator[None]:
+        if getattr(trainer.args, _AVERAGES_TOKENS, False) and any(
+            part.session.bagua_algorithm.traits.ranks_agree is False for part in _wrapped(hooks)
+        ):
+            trainer.args = copy.copy(trainer.args)
+            setattr(trainer.args, _AVERAGES_TOKENS, False)
+        yield
+
+    if hasattr(trainer, _NEXT_BATCHES):
+        _surround(trainer, _NEXT_BATCHES, alone)
 
 
 def _extend_rounds(trainer: Any, hooks: Hooks) -> None:

@@ -3,11 +3,13 @@
 Importing this module registers the strategies with the packages that have been imported,
 ``lightning`` and ``pytorch_lightning``; where none has, it imports the first that is installed.
 ``BaguaStrategy`` and ``BaguaFabricStrategy`` are of the first of these packages, in this order.
-``strategies["pytorch_lightning"]`` imports and registers the other one.
+``strategies["pytorch_lightning"]`` imports and registers the other one, and
+``strategies["lightning_fabric"]`` is its strategy for Fabric.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import shutil
@@ -40,6 +42,13 @@ TESTED = "2.6.6"
 _MODULES = {
     "lightning": ("lightning.pytorch.strategies", "lightning.fabric.strategies"),
     "pytorch_lightning": ("pytorch_lightning.strategies", "lightning_fabric.strategies"),
+}
+#: Package of a strategy -> that of the other strategy of this kind.
+_OTHER = {
+    "lightning.pytorch": "pytorch_lightning",
+    "pytorch_lightning": "lightning.pytorch",
+    "lightning.fabric": "lightning_fabric",
+    "lightning_fabric": "lightning.fabric",
 }
 #: The algorithm whose argument is known only when the optimizers are.
 _NEEDS_OPTIMIZER = "qadam"
@@ -159,6 +168,11 @@ class _TrainerMethods:
         self._end_of_fit, self.end_of_children = {}, None
         if trainer.state.fn == _FITTING:
             self.model = self._setup_model(self.model)
+            if (
+                self._wrapper
+                and self._wrapper.bagua_ddp.bagua_algorithm.traits.ranks_agree is False
+            ):
+                _end_each_rank_by_its_own_signal(trainer)
 
     def configure_ddp(self) -> None:
         """Nothing: :meth:`setup` wraps later than torch's class is."""
@@ -277,6 +291,27 @@ class _TrainerMethods:
         super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
         if (wrapper := self._wrapper) is not None:
             restore(wrapper.bagua_ddp, checkpoint.get(_KEY), _REMEDY)
+
+
+def _end_each_rank_by_its_own_signal(trainer: Any) -> None:
+    """Have ranks that train by themselves not wait for each other in every batch.
+
+    Lightning broadcasts there whether rank 0 has received SIGTERM, and once more in the handler.
+    """
+    connector = trainer._signal_connector
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing
+    connector._sigterm_notifier_fn = functools.partial(_note_sigterm, connector)
+
+
+def _nothing() -> None:
+    """Each rank ends after the batch in which it received SIGTERM, which Lightning looks at."""
+
+
+def _note_sigterm(connector: Any, signum: Any, frame: Any) -> None:
+    launcher = connector.trainer.strategy.launcher
+    if not connector.received_sigterm and launcher is not None:
+        launcher.kill(signum)
+    connector.received_sigterm = True
 
 
 class _LauncherMethods:
@@ -578,21 +613,42 @@ def _subclass(module: Any, base: str, methods: Any, name: str) -> Any:
             f"bagua.lightning: {base} of {module.__name__} has no {' and no '.join(missing)}; "
             f"lightning {TESTED} is known to work"
         )
-    attributes = {"__module__": __name__, "__qualname__": name, "__doc__": methods.__doc__}
+    attributes: dict[str, Any] = {
+        "__module__": __name__,
+        "__qualname__": name,
+        "__doc__": methods.__doc__,
+    }
+    own = module.__name__.removesuffix(".strategies")
+    if own in _OTHER:
+        # Lightning shows it where it refuses a strategy of the other package.
+        text = f"<{name} of {own}; that of {_OTHER[own]} is "
+        text += f"bagua.lightning.strategies[{_OTHER[own]!r}]>"
+        attributes["__repr__"] = lambda _: text
     return type(name.rpartition(".")[2], (methods, theirs), attributes)
 
 
 class _Strategies(dict[str, Any]):
-    """``BaguaStrategy`` by the name of its package."""
+    """``BaguaStrategy`` and ``BaguaFabricStrategy`` by the name of their package."""
 
     def __missing__(self, package: str) -> Any:
-        self[package], _ = _register(package)
+        tree = "lightning" if package.startswith("lightning.") else "pytorch_lightning"
+        if package != tree and package not in _OTHER:
+            raise KeyError(package)
+        self.add(tree, _register(tree))
         return self[package]
 
+    def add(self, tree: str, made: tuple[Any, Any]) -> None:
+        trainers, fabrics = (name.removesuffix(".strategies") for name in _MODULES[tree])
+        self[tree] = self[trainers] = made[0]
+        self[fabrics] = made[1]
 
-_registered = [(package, _register(package)) for package in _packages_in_use()]
 
-#: ``BaguaStrategy`` of each package, by the name of the package, which is imported on demand.
-strategies = _Strategies({package: trainer for package, (trainer, _) in _registered})
+#: ``BaguaStrategy`` of each package, by the name of the package, which is imported on demand;
+#: ``BaguaFabricStrategy`` by ``"lightning.fabric"`` and ``"lightning_fabric"``.
+strategies = _Strategies()
+_in_use = _packages_in_use()
+for _package in _in_use:
+    strategies.add(_package, _register(_package))
 
-BaguaStrategy, BaguaFabricStrategy = _registered[0][1]
+BaguaStrategy = strategies[_in_use[0]]
+BaguaFabricStrategy = strategies[_MODULES[_in_use[0]][1].removesuffix(".strategies")]
