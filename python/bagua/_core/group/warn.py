@@ -71,7 +71,9 @@ def _speaks(text: str) -> bool:
 
 def _frame_of_user() -> FrameType | None:
     """The user's frame that led here in this thread or, where there is none, in the main thread."""
-    main = sys._current_frames().get(threading.main_thread().ident or 0)
+    main = None  # in the main thread that is this frame, which would keep itself and its callers
+    if threading.current_thread() is not threading.main_thread():
+        main = sys._current_frames().get(threading.main_thread().ident or 0)
     for frame in (sys._getframe(2), main):
         names, frames = [], []
         while frame is not None:
