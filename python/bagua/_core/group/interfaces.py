@@ -69,14 +69,13 @@ def where_ranks_listen(store: c10d.Store, rank: int, size: int) -> str:
         for other, key in enumerate(keys):
             if store.check([key]) and len(place := stored_lines(store, key)) == 3:
                 told[other] = place
-    return _fault_of(told)
+    return _fault_of(told, several_nodes=env.get_local_size() < size)
 
 
-def _fault_of(places: dict[int, list[str]]) -> str:
+def _fault_of(places: dict[int, list[str]], *, several_nodes: bool) -> str:
     """``places``: by rank its host, address and the reason for that address."""
     local = [rank for rank, (_, address, _) in places.items() if _is_loopback(address)]
-    hosts = {host for host, _, _ in places.values()}
-    if local and (len(hosts) > 1 or len(local) < len(places)):
+    if local and several_nodes:
         return (
             f"{_listed(places, local)}, which no other machine reaches: set {_VARIABLE} to the "
             "interface that the machines share. "
