@@ -250,10 +250,12 @@ void WeightsSample::name_difference(Communicator& communicator, const WeightsDig
           : std::string("They differed at the wrap already (init_sync=False), or since then ");
   throw MismatchError(concat(
       "ranks hold different weights at the start of round ", mine.round, ". ", first, ". ", since,
-      "something changed them on some ranks only: an assignment outside of the optimizer, "
-      "different learning rates, step() on some ranks only, or an optimizer that was not given to "
-      "with_bagua or DistributedDataParallel(optimizers=...), so that its state differs. Ranks "
-      "with other kinds of processors or numbers of threads may round differently. Each round "
+      "something changed them on some ranks only: one backward more on a rank than on another (an "
+      "extra forward, or the last backward before step() inside no_sync()), step() on some ranks "
+      "only, another scale of a GradScaler, different learning rates, an assignment outside of the "
+      "optimizer, or an optimizer that was not given to with_bagua or "
+      "DistributedDataParallel(optimizers=...), so that its state differs. Ranks with other kinds "
+      "of processors or numbers of threads may round differently. Each round "
       "compares a part of the weights; BAGUA_CHECK_WEIGHTS_EVERY=0 turns that off."));
 }
 

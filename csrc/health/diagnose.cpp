@@ -12,10 +12,12 @@
 namespace bagua {
 namespace {
 
-// Removes the first `part` from `text`, if it is there.
+// Removes the first `part` from `text`, if it is there, and the colon that announced it at the end.
 void remove(std::string& text, const std::string& part) {
   const size_t at = text.find(part);
-  if (at != std::string::npos) text.erase(at, part.size());
+  if (at == std::string::npos) return;
+  text.erase(at, part.size());
+  if (text.ends_with(": ")) text.resize(text.size() - 2);
 }
 
 // `failed`: the first failure on the board.

@@ -86,6 +86,24 @@ def test_a_number_bounds_the_steps_until_a_change_is_found(ranks, every, last):
 
 
 @training.with_group
+def makes_one_backward_more(culprit):
+    model, optimizer = wrapped(GradientAllReduceAlgorithm(), small())
+
+    def before_step(number):
+        if number == 3 and dist.get_rank() == culprit:
+            training.squared_error(model, training.batch(99, culprit)).backward()
+
+    return first_error(model, optimizer, 6, before_step)
+
+
+def test_one_backward_more_on_a_rank_is_among_the_causes(ranks):
+    messages = [message for _, message in ranks(2, makes_one_backward_more, 1)]
+    for message in messages:
+        assert "ranks hold different weights" in message
+        assert message.index("one backward more on a rank") < message.index("learning rates")
+
+
+@training.with_group
 def start_apart():
     model = DistributedDataParallel(small(), init_sync=False)
     return first_error(model, training.sgd(model), 2, lambda number: None)

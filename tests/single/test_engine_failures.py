@@ -184,6 +184,7 @@ def test_a_rank_that_ends_the_rounds_is_named_soon(end, words):
             continue
         assert isinstance(error, _C.BaguaError)
         assert words in str(error)
+        assert not str(error).rstrip().endswith(":"), error
         assert "unfinished" not in words or "Wrap the model again" in str(error)
         assert seconds < SECONDS_UNTIL_TOLD
 
