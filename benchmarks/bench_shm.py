@@ -72,7 +72,8 @@ def time_on_rank(arguments):
     store = dist.TCPStore(address, port, size, rank == 0, limit)
     backend = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, limit)
     gloo = _C.C10dCommunicator(backend)
-    shm, reason, _ = _C.share_memory(dist.PrefixStore("shm", store), rank, size, 0, 60.0)
+    meeting = _C.Gathering(store, "shm", rank, size, limit.total_seconds())
+    shm, reason, _ = meeting.share_memory(node=0)
     if shm is None:
         raise SystemExit(f"the ranks share no memory: {reason}")
     figures = {}

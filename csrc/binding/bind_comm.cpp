@@ -20,6 +20,7 @@
 #include "comm/collective_watch.h"
 #include "comm/communicator.h"
 #include "comm/counting_communicator.h"
+#include "comm/gathering.h"
 #include "comm/host_communicator.h"
 #include "comm/shm/shared_memory_communicator.h"
 #include "comm/thread_communicator.h"
@@ -117,26 +118,61 @@ using SharedRank = std::shared_ptr<SharedMemoryCommunicator>;
 
 void bind_shared_memory(py::module_& m) {
   py::class_<SharedMemoryCommunicator, Communicator, SharedRank>(m, "SharedMemoryCommunicator");
-  m.def(
-      "share_memory",
-      [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, int64_t node,
-         double timeout, const std::string& refusal) -> std::tuple<SharedRank, std::string, bool> {
-        const Group group{rank, size};
-        const auto limit = to_milliseconds(timeout);
-        const auto made = std::make_shared<SharingOutcome>();
-        run_interruptibly([=] { *made = share_memory(store, group, {node, refusal}, limit); });
-        SharingOutcome& outcome = *made;
-        if (!outcome.shared) return {nullptr, std::move(outcome.reason), outcome.on_one_node};
-        return {
-            std::make_shared<SharedMemoryCommunicator>(group, std::move(*outcome.shared), limit),
-            "", true};
-      },
-      py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("node"), py::arg("timeout"),
-      py::arg("refusal") = "",
-      "A communicator and '', or None and the reason why the ranks share no memory, and whether\n"
-      "the launcher has put them on one node; alike on all ranks, which all call it. node: number "
-      "of the launcher; refusal: why this rank does not\n"
-      "want to. Raises BaguaError or BaguaTimeoutError if a rank does not come.");
+}
+
+void bind_gathering(py::module_& m) {
+  using Shared = std::shared_ptr<Gathering>;
+  py::class_<Gathering, Shared>(m, "Gathering", "Ranks that meet in a store, under a key.")
+      .def(py::init([](c10::intrusive_ptr<c10d::Store> store, std::string key, int rank, int size,
+                       double timeout, bool counted) {
+             return std::make_shared<Gathering>(std::move(store), std::move(key), Group{rank, size},
+                                                to_milliseconds(timeout), counted);
+           }),
+           py::arg("store"), py::arg("key"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
+           py::arg("counted") = false,
+           "counted: this rank has come to this meeting before, and left it by an exception.")
+      .def(
+          "bring", [](const Shared& self, const std::string& text) { self->bring(text); },
+          py::arg("text"), py::call_guard<py::gil_scoped_release>(),
+          "Come to the meeting with a text.")
+      .def(
+          "texts",
+          [](const Shared& self, std::optional<double> timeout) {
+            const auto limit = timeout ? to_milliseconds(*timeout) : self->timeout();
+            const auto texts = std::make_shared<std::vector<std::string>>();
+            run_interruptibly([=] {
+              *texts = self->texts(limit);
+              self->finish();
+            });
+            return std::vector<py::bytes>(texts->begin(), texts->end());
+          },
+          py::arg("timeout") = py::none(),
+          "The texts of all ranks, once all have come. Raises BaguaTimeoutError, which names those "
+          "that are missing, or BaguaError.")
+      .def(
+          "share_memory",
+          [](const Shared& self, int64_t node,
+             const std::string& refusal) -> std::tuple<SharedRank, std::string, bool> {
+            const auto made = std::make_shared<SharingOutcome>();
+            run_interruptibly([=] { *made = share_memory(*self, {node, refusal}); });
+            if (!made->shared) return {nullptr, std::move(made->reason), made->on_one_node};
+            return {std::make_shared<SharedMemoryCommunicator>(
+                        self->group(), std::move(*made->shared), self->timeout()),
+                    "", true};
+          },
+          py::arg("node"), py::arg("refusal") = "",
+          "A communicator and '', or None and the reason why the ranks share no memory, and "
+          "whether\nthe launcher has put them on one node; alike on all ranks, which all call it. "
+          "node: number of the launcher; refusal: why this rank does not\n"
+          "want to. Raises BaguaError or BaguaTimeoutError if a rank does not come.")
+      .def("give_up", &Gathering::give_up, py::arg("reason"),
+           "Have gather() raise BaguaError(reason). From any thread.")
+      .def(
+          "store",
+          [](const Shared& self) -> c10::intrusive_ptr<c10d::Store> {
+            return c10::make_intrusive<GatheringStore>(self);
+          },
+          "A store for one transport: what it sets before it reads is gathered.");
 }
 
 void bind_thread_ranks(py::module_& m) {
@@ -245,6 +281,7 @@ void bind_waits(py::module_& m) {
 void bind_comm(py::module_& m) {
   bind_communicator(m);
   bind_shared_memory(m);
+  bind_gathering(m);
   bind_thread_ranks(m);
   bind_failure_board(m);
   bind_waits(m);

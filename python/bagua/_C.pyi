@@ -79,9 +79,23 @@ class HostCommunicator(Communicator):
 
 class SharedMemoryCommunicator(Communicator): ...
 
-def share_memory(
-    store: Store, rank: int, size: int, node: int, timeout: float, refusal: str = ""
-) -> tuple[SharedMemoryCommunicator | None, str, bool]: ...
+class Gathering:
+    def __init__(
+        self,
+        store: Store,
+        key: str,
+        rank: int,
+        size: int,
+        timeout: float,
+        counted: bool = False,
+    ) -> None: ...
+    def bring(self, text: str | bytes) -> None: ...
+    def texts(self, timeout: float | None = None) -> list[bytes]: ...
+    def share_memory(
+        self, node: int, refusal: str = ""
+    ) -> tuple[SharedMemoryCommunicator | None, str, bool]: ...
+    def give_up(self, reason: str) -> None: ...
+    def store(self) -> Store: ...
 
 has_nccl: bool
 

@@ -25,7 +25,8 @@ def connect(name="own", timeout=60.0, node=0, refusal=""):
     """(communicator, reason why there is none)"""
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
     rank, size = dist.get_rank(), dist.get_world_size()
-    return _C.share_memory(store, rank, size, node, timeout, refusal)[:2]
+    meeting = _C.Gathering(store, "offer", rank, size, timeout)
+    return meeting.share_memory(node, refusal)[:2]
 
 
 def connected(timeout=60.0):

@@ -202,7 +202,7 @@ def test_ranks_that_cannot_share_memory_all_say_the_same_reason(arguments, reaso
 
 def test_a_rank_that_does_not_come_to_share_memory_is_a_timeout():
     with pytest.raises(_C.BaguaTimeoutError, match=r"(?i)time"):
-        _C.share_memory(dist.HashStore(), 0, 2, 0, 0.3)
+        _C.Gathering(dist.HashStore(), "offer", 0, 2, 0.3).share_memory(node=0)
 
 
 class Meddling(dist.Store):
@@ -212,11 +212,25 @@ class Meddling(dist.Store):
         super().__init__()
         self.inner, self.change = store, change
 
+    def append(self, key, value):
+        place, text = value.decode().split("\n")
+        changed = self.change(key, text)
+        self.inner.append(key, f"{place.split()[0]} {len(changed)}\n{changed}")
+
+    def has_extended_api(self):
+        return True
+
     def set(self, key, value):
-        self.inner.set(key, self.change(key, value.decode() if isinstance(value, bytes) else value))
+        self.inner.set(key, value)
 
     def get(self, key):
         return self.inner.get(key)
+
+    def add(self, key, value):
+        return self.inner.add(key, value)
+
+    def compare_set(self, key, expected, desired):
+        return self.inner.compare_set(key, expected.decode(), desired.decode())
 
     def check(self, keys):
         return self.inner.check(keys)
@@ -231,7 +245,7 @@ def shared_where_rank_one_says(change, timeout=10.0):
 
     def meet(rank):
         own = Meddling(store, change) if rank == 1 else store
-        results[rank] = _C.share_memory(own, rank, 2, 0, timeout, "")[:2]
+        results[rank] = _C.Gathering(own, "offer", rank, 2, timeout).share_memory(node=0)[:2]
 
     run_threads(2, meet)
     (first, why), (second, why_too) = results

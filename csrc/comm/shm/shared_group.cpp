@@ -12,7 +12,6 @@
 #include <utility>
 
 #include <sys/random.h>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <unistd.h>
 
 #include "base/check.h"
@@ -28,15 +27,9 @@ using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 
 constexpr std::string_view kRefuses = "no";
-constexpr std::string_view kOffers = "1";  // the version of what follows
-constexpr std::string_view kDone = "ok";
-constexpr char kCause = '!', kConsequence = '?';  // before the reason in another verdict
+constexpr std::string_view kOffers = "1";    // the version of what follows
 constexpr milliseconds kSlice(100);          // between looks at whether another rank has given up
-constexpr milliseconds kLongestPause(20);    // between looks at the store
 constexpr milliseconds kForAStranger(1000);  // who connects and does not say who it is
-
-std::string offer_key(int rank) { return concat("shm/offer/", rank); }
-std::string verdict_key(int rank) { return concat("shm/verdict/", rank); }
 
 uint64_t random_word() {
   uint64_t word = 0;
@@ -124,43 +117,42 @@ struct Progress {
 
 class Sharing {
  public:
-  Sharing(c10d::Store& store, Group group, const SharingOffer& offer, milliseconds timeout)
-      : store_(store),
-        group_(group),
-        deadline_(steady_clock::now() + timeout),
-        sockets_(group.size),
-        processes_(group.size),
-        places_(group.size) {
-    shared_.memory.resize(group.size);
-    shared_.links.resize(group.size);
+  Sharing(Gathering& meeting, const SharingOffer& offer)
+      : meeting_(meeting),
+        group_(meeting.group()),
+        deadline_(meeting.deadline()),
+        sockets_(group_.size),
+        processes_(group_.size),
+        places_(group_.size) {
+    shared_.memory.resize(group_.size);
+    shared_.links.resize(group_.size);
     prepare(offer);
   }
 
   SharingOutcome run() {
-    publish(offer_key(group_.rank), text_of(mine_));
-    const std::vector<std::string> offers = read_all(offer_key);
+    meeting_.bring(text_of(mine_));
+    const std::vector<std::string> offers = meeting_.texts();
     // The first rank with a reason ends it: all ranks look in this order.
     for (int rank = 0; rank < group_.size; ++rank) {
       places_[rank] = parse_place(rank, offers[rank]);
       std::string reason = why_apart(places_[0], places_[rank], rank);
       if (reason.empty()) continue;
+      meeting_.finish();
       const bool on_one_node = places_[rank].node == places_[0].node;
       return {{}, std::move(reason), on_one_node};
     }
-    std::string verdict(kDone);
+    std::string failure;
     try {
       make_memory();
       hand_over_memory();
       prove_that_it_is_shared();
-    } catch (const TransportError& error) {
-      verdict = concat(kConsequence, error.what());
-      drop();
     } catch (const std::exception& error) {
-      verdict = concat(kCause, short_text(error));
-      drop();
+      failure = concat("rank ", group_.rank, ": ", short_text(error));
     }
-    publish(verdict_key(group_.rank), verdict);
-    if (std::string reason = why_failed(); !reason.empty()) return {{}, std::move(reason)};
+    // Before the sockets close: the failures of the others are consequences.
+    std::string reason = sanitize_untrusted(meeting_.agree(failure).substr(0, 1024));
+    meeting_.finish();
+    if (!reason.empty()) return {{}, std::move(reason)};
     for (int rank = 0; rank < group_.size; ++rank) {
       shared_.memory[rank]->close_file();
       if (rank == group_.rank) continue;
@@ -303,56 +295,14 @@ class Sharing {
   }
 
   void check_others() {
-    for (int rank = 0; rank < group_.size; ++rank) {
-      if (rank == group_.rank || !store_.check({verdict_key(rank)})) continue;
-      if (store_.get_to_str(verdict_key(rank)) != kDone) {
-        throw TransportError(concat("rank ", rank, " has given up"));
-      }
-    }
+    BAGUA_CHECK(!meeting_.has_failure(), "another rank has given up");
     BAGUA_CHECK(steady_clock::now() < deadline_, "not all ranks have connected in time");
-  }
-
-  // The first rank with a cause of its own, else the first one; empty if all could.
-  std::string why_failed() {
-    std::string reason;
-    bool has_cause = false;
-    const std::vector<std::string> verdicts = read_all(verdict_key);
-    for (int rank = 0; rank < group_.size; ++rank) {
-      const std::string& verdict = verdicts[rank];
-      const bool is_cause = verdict.starts_with(kCause);
-      if (verdict == kDone || has_cause || (!is_cause && !reason.empty())) continue;
-      has_cause = is_cause;
-      reason = concat("rank ", rank, ": ", sanitize_untrusted(verdict.substr(0, 1024)).substr(1));
-    }
-    return reason;
-  }
-
-  void publish(const std::string& key, const std::string& text) { store_.set(key, text); }
-
-  // By rank, once all have published theirs. Two trips to the store, of any number of ranks.
-  std::vector<std::string> read_all(std::string (*key_of)(int)) {
-    std::vector<std::string> keys;
-    for (int rank = 0; rank < group_.size; ++rank) keys.push_back(key_of(rank));
-    // Not one long wait(): that keeps the store's connection from every other call of this rank.
-    for (milliseconds pause(1); !store_.check(keys); pause = std::min(2 * pause, kLongestPause)) {
-      if (steady_clock::now() >= deadline_) store_.wait(keys, milliseconds(1));  // throws
-      std::this_thread::sleep_for(pause);
-    }
-    std::vector<std::string> texts;
-    for (const auto& value : store_.multiGet(keys)) texts.emplace_back(value.begin(), value.end());
-    return texts;
-  }
-
-  void drop() {
-    listening_ = FileDescriptor();
-    for (FileDescriptor& socket : sockets_) socket = FileDescriptor();
-    shared_ = SharedGroup();
   }
 
   std::shared_ptr<SharedMemory>& own() { return shared_.memory[group_.rank]; }
   RankState& state(int rank) const { return shared_.state(rank); }
 
-  c10d::Store& store_;
+  Gathering& meeting_;
   const Group group_;
   const Deadline deadline_;
   Place mine_;
@@ -386,12 +336,9 @@ std::shared_ptr<SharedMemory> make_bells(int size) {
   return memory;
 }
 
-SharingOutcome share_memory(const c10::intrusive_ptr<c10d::Store>& store, Group group,
-                            const SharingOffer& offer, milliseconds timeout) {
-  BAGUA_CHECK_ARG(group.rank >= 0 && group.rank < group.size, "rank ", group.rank,
-                  " is outside a group of size ", group.size);
+SharingOutcome share_memory(Gathering& meeting, const SharingOffer& offer) {
   try {
-    return Sharing(*store, group, offer, timeout).run();
+    return Sharing(meeting, offer).run();
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {

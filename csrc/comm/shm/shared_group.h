@@ -8,16 +8,11 @@
 #include <string>
 #include <vector>
 
-#include <c10/util/intrusive_ptr.h>
-
 #include "comm/communicator.h"
+#include "comm/gathering.h"
 #include "comm/shm/layout.h"
 #include "comm/shm/peer_link.h"
 #include "comm/shm/shared_memory.h"
-
-namespace c10d {
-class Store;
-}
 
 namespace bagua {
 
@@ -48,17 +43,17 @@ struct SharingOffer {
   std::string refusal;  // why this rank does not want to, or empty
 };
 
-// Called by all ranks of a group, with keys of their own in the store.
+// Called by all ranks of a group.
 //
-// 1. Each publishes where it is: boot, network namespace, node, process, and the random name of a
+// 1. Each brings to the meeting where it is: boot, network namespace, node, process, and the random
+// name of a
 //    socket. If one refuses, or they differ, that is the outcome.
 // 2. Each connects to those below it. Both ends compare user and process of the other one, as the
 //    kernel says them, with what was published, and hand over their memory.
 // 3. A random word of the store is found in the memory, and another one that is written later.
-// 4. Each publishes whether that has worked for it; all must have.
+// 4. The ranks agree whether that has worked for all.
 //
 // Throws TimeoutError or Error if a rank does not come or the store does not answer.
-SharingOutcome share_memory(const c10::intrusive_ptr<c10d::Store>& store, Group group,
-                            const SharingOffer& offer, std::chrono::milliseconds timeout);
+SharingOutcome share_memory(Gathering& meeting, const SharingOffer& offer);
 
 }  // namespace bagua

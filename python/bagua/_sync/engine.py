@@ -116,7 +116,7 @@ def _build(
         lanes,
         name=name,
         fingerprint=fingerprint(description),
-        incarnation=connections.incarnation(wrap),
+        incarnation=connections.incarnation(),
         timeout_s=connections.timeout.total_seconds(),
         control=connections.connect(f"{wrap}/control", "cpu"),
         board=connections.board(wrap),

@@ -26,7 +26,7 @@ class LaneHandle:
         self._traffic = MainThreadTraffic(self._connections)
         self._running = _C.DynamicLane(
             name=name,
-            incarnation=self._connections.incarnation(wrap),
+            incarnation=self._connections.incarnation(),
             ops=list(lane.communicators.values()),
             control=self._connections.connect(f"{wrap}/control", "cpu"),
             board=self._connections.board(wrap),

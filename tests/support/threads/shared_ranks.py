@@ -25,7 +25,8 @@ def share(n, timeout=20.0, store=None, nodes=None, refusals=None):
     def meet(rank):
         node = nodes[rank] if nodes else 0
         refusal = refusals[rank] if refusals else ""
-        results[rank] = _C.share_memory(store, rank, n, node, timeout, refusal)[:2]
+        meeting = _C.Gathering(store, "offer", rank, n, timeout)
+        results[rank] = meeting.share_memory(node, refusal)[:2]
 
     run_threads(n, meet)
     return results

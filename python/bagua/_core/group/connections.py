@@ -13,7 +13,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from bagua import _C
 from bagua._core.group import environment as env
-from bagua._core.group.rendezvous import stored_lines, stored_number, wait_for_keys
+from bagua._core.group.rendezvous import lines_in, number_in, stored_number
 from bagua._core.group.warn import warn
 
 #: Names of what a communicator has moved.
@@ -68,15 +68,20 @@ def add_traffic(table: dict[str, dict[str, int]], purpose: str, traffic: dict[st
         entry[key] += traffic[key]
 
 
+def by_value(values: Sequence[Hashable]) -> list[list[int]]:
+    """The members that have one of ``values``, ascending, for each of them; the first ascend."""
+    alike: dict[Hashable, list[int]] = {}
+    for member, value in enumerate(values):
+        alike.setdefault(value, []).append(member)
+    return list(alike.values())
+
+
 def by_node(numbers: Sequence[int]) -> list[list[int]]:
     """The members of each node, ascending. The first leads its node, and leaders ascend.
 
     ``numbers[m]``: number of the node of member m.
     """
-    nodes: dict[int, list[int]] = {}
-    for member, number in enumerate(numbers):
-        nodes.setdefault(number, []).append(member)
-    return list(nodes.values())
+    return by_value(numbers)
 
 
 def cuda_transport() -> str:
@@ -113,8 +118,11 @@ class Connections:
         self._watch: _PhaseWatch | None = None
         self._wraps = 0
         self._node = env.get_node_number() if node is None else node
+        self._came: set[str] = set()  # to meetings that were left by an exception
+        self._waits_in: _C.Gathering | None = None  # the main thread, in a phase
         if rank >= 0:  # before anyone can wait for it
-            store.set(f"node/{rank}", str(self._node))
+            self._meeting_of_nodes = self._meeting("nodes", list(range(self.size)))
+            self._meeting_of_nodes.bring(str(self._node))
 
     @property
     def size(self) -> int:
@@ -174,19 +182,34 @@ class Connections:
                 return rank
         return None
 
-    def _await_keys(
-        self,
-        keys: list[str],
-        store: c10d.Store | None = None,
-        patience: timedelta | None = None,
-    ) -> None:
-        watch = self._watch
-        wait_for_keys(
-            store or self.store,
-            keys,
-            patience or self.timeout,
-            (lambda: watch.exited) if watch else None,
-        )
+    def _meeting(self, name: str, members: list[int]) -> _C.Gathering:
+        """A meeting of ``members`` in the store."""
+        key, seconds = _key_of(name, members), self.timeout.total_seconds()
+        place = members.index(self.rank), len(members)
+        return _C.Gathering(self.store, key, *place, seconds, key in self._came)
+
+    @contextmanager
+    def _met(
+        self, name: str, members: list[int], begun: _C.Gathering | None = None
+    ) -> Iterator[_C.Gathering]:
+        """A meeting that is held inside, and that :meth:`abort` ends."""
+        meeting, key = begun or self._meeting(name, members), _key_of(name, members)
+        self._came.add(key)
+        if self._in_phase:
+            self._waits_in = meeting
+        try:
+            yield meeting
+        except _C.BaguaTimeoutError as error:
+            raise self._not_connected(members.index(self.rank), len(members), error) from error
+        finally:
+            self._waits_in = None
+        self._came.discard(key)
+
+    def _gather(self, name: str, members: list[int], text: str) -> list[bytes]:
+        """``text`` of each of ``members``, which all come here."""
+        with self._met(name, members) as meeting:
+            meeting.bring(text)
+            return meeting.texts()
 
     def connecting(self) -> Callable[[], str]:
         """Tells why a call that connects from now on is to be given up; empty: not yet.
@@ -207,6 +230,8 @@ class Connections:
         """End what the main thread waits for in a communicator: it raises ``reason``."""
         for communicator in list(self._main.values()):
             communicator.abort(reason)
+        if (meeting := self._waits_in) is not None:
+            meeting.give_up(reason)
 
     def reduce_numbers(self, what: str, op: _C.ReduceOp, *numbers: int) -> list[int]:
         """The minimum, maximum or sum over all members of each of ``numbers``."""
@@ -259,11 +284,12 @@ class Connections:
         members: list[int] | None = None,
         *,
         sums_of_torch: bool = False,
+        nodes_known: bool = False,
     ) -> _C.CountingCommunicator:
         """A new communicator over ``members`` (ranks in this group; default: all).
 
-        ``sums_of_torch``: reductions of CPU tensors have the bits of torch's, which gloo makes,
-        unless BAGUA_COMM names shared memory.
+        ``nodes_known``: to all members. ``sums_of_torch``: reductions of CPU tensors have the bits
+        of torch's, which gloo makes, unless BAGUA_COMM names shared memory.
         """
         device = torch.device(device)
         if self.rank < 0:
@@ -273,7 +299,6 @@ class Connections:
             alone = _C.ThreadHub(1, self.timeout.total_seconds())
             return _C.CountingCommunicator(_C.ThreadCommunicator(alone, 0))
         start = time.monotonic()
-        self._await_members(name, members)
         sockets = _C.OpenedSockets()
         connected: _C.Communicator
         through = cuda_transport() if device.type == "cuda" else "c10d"
@@ -283,8 +308,9 @@ class Connections:
             gloo = _C.C10dCommunicator(self.backend(name, "cpu", members))
             connected = _C.HostCommunicator(gloo)
         elif device.type == "cpu":
-            connected = self._on_cpu(name, members, sums_of_torch)
+            connected = self._on_cpu(name, members, sums_of_torch, nodes_known)
         else:
+            self._gather(f"{name}/here", members, "")
             connected = _C.C10dCommunicator(self.backend(name, device.type, members))
         sockets.give_up_after(self.timeout.total_seconds())
         _log.debug(
@@ -296,15 +322,6 @@ class Connections:
             1000 * (time.monotonic() - start),
         )
         return _C.CountingCommunicator(connected)
-
-    def _await_members(self, name: str, members: list[int]) -> None:
-        """Wait until all ``members`` connect: transports wait mutely, and keep the store."""
-        store = self._store_of(f"{name}/here", members)
-        store.set(str(self.rank), "1")
-        try:
-            self._await_keys([str(member) for member in members], store)
-        except _C.BaguaTimeoutError as error:
-            raise self._not_connected(members.index(self.rank), len(members), error) from error
 
     def connect_nodes(
         self, name: str, device: torch.device | str
@@ -342,7 +359,9 @@ class Connections:
             return node, others
         # In one order, or members of several groups would wait for each other.
         return self.connect(f"{name}/node{mine[0]}", device, mine), [
-            self.connect(f"{name}/{group}", device, ranks) if self.rank in ranks else None
+            self.connect(f"{name}/{group}", device, ranks, nodes_known=True)
+            if self.rank in ranks
+            else None
             for group, ranks in between.items()
         ]
 
@@ -351,13 +370,14 @@ class Connections:
             device = torch.device("cuda", torch.cuda.current_device())
         store = self._store_of(name, members)
         rank, timeout = members.index(self.rank), self.timeout.total_seconds()
-        store.set(f"gpu/{rank}", gpu_identity(device))
+        # Transports wait mutely, and keep the store: all members are to be here before.
+        gpus = self._gather(f"{name}/gpus", members, gpu_identity(device))
         try:
             return _C.NcclCommunicator(nccl_library(), store, rank, len(members), device, timeout)
         except _C.BaguaTimeoutError:
             raise
         except _C.BaguaError as error:
-            sharing = _ranks_with_one_gpu(store, len(members))
+            sharing = next((alike for alike in by_value(gpus) if len(alike) > 1), [])
             if not sharing:
                 raise
             raise _C.BaguaError(
@@ -367,7 +387,9 @@ class Connections:
                 '"cuda", on every rank; where ranks are to share a GPU, set BAGUA_COMM=gloo'
             ) from error
 
-    def _on_cpu(self, name: str, members: list[int], sums_of_torch: bool) -> _C.Communicator:
+    def _on_cpu(
+        self, name: str, members: list[int], sums_of_torch: bool, nodes_known: bool
+    ) -> _C.Communicator:
         """Memory that the members share where all of them want it and can, or gloo."""
         comm = env.get_comm()
         refusal = ""
@@ -376,16 +398,13 @@ class Connections:
         elif sums_of_torch and comm not in ("shm", "auto"):
             refusal = "sums as torch's"
         # All members get the same: a communicator, or why there is none though they are on a node.
-        rank, size, timeout = members.index(self.rank), len(members), self.timeout.total_seconds()
-        store = self._store_of(f"{name}/shm", members)
-        try:
-            shared, reason, on_one_node = _C.share_memory(
-                store, rank, size, self._node, timeout, refusal
-            )
-        except _C.BaguaError as error:
-            raise self._not_connected(rank, size, error) from error
-        if shared is not None:
-            return shared
+        reason = self._why_apart(members) if nodes_known or len(members) == self.size else ""
+        on_one_node = not reason
+        if on_one_node:
+            with self._met(f"{name}/shm", members) as meeting:
+                shared, reason, on_one_node = meeting.share_memory(self._node, refusal)
+            if shared is not None:
+                return shared
         if comm == "shm":
             raise _C.BaguaError(
                 f"BAGUA_COMM=shm: ranks {members} of the group cannot share memory: {reason}. "
@@ -397,6 +416,14 @@ class Connections:
             _log.info("ranks %s use gloo instead of shared memory: %s", members, reason)
         return _C.C10dCommunicator(self.backend(name, "cpu", members))
 
+    def _why_apart(self, members: list[int]) -> str:
+        """Why ``members`` share no memory: they are on several nodes; empty: they are on one."""
+        nodes = [self.node_of_ranks()[member] for member in members]
+        for number, node in enumerate(nodes):
+            if node != nodes[0]:
+                return f"ranks 0 and {number} are on nodes {nodes[0]} and {node}"
+        return ""
+
     def _not_connected(self, rank: int, size: int, error: RuntimeError) -> _C.BaguaError:
         late = _C.is_timeout_of_transport(str(error)) or isinstance(error, _C.BaguaTimeoutError)
         return (_C.BaguaTimeoutError if late else _C.BaguaError)(
@@ -407,7 +434,7 @@ class Connections:
         )
 
     def _store_of(self, name: str, members: list[int]) -> c10d.Store:
-        return c10d.PrefixStore(f"{name}/{'-'.join(map(str, members))}", self.store)
+        return c10d.PrefixStore(_key_of(name, members), self.store)
 
     def backend(self, name: str, device_type: str, members: list[int]) -> Any:
         """A new c10d backend over ``members`` (ranks in this group, this process among them)."""
@@ -415,7 +442,11 @@ class Connections:
         rank, size = members.index(self.rank), len(members)
         try:
             if device_type == "cpu":
-                return _gloo(store, rank, size, self.timeout, self.connecting())
+                with self._met(f"{name}/gloo", members) as meeting:
+                    try:
+                        return _gloo(meeting.store(), rank, size, self.timeout, self.connecting())
+                    finally:
+                        meeting.give_up("this rank connects no more")
             if device_type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = self.timeout
@@ -438,13 +469,10 @@ class Connections:
         store = self._store_of(f"board/{name}", members)
         return _C.FailureBoard(store, members.index(self.rank), len(members))
 
-    def incarnation(self, wrap: str) -> int:
-        """A random number that the members of this wrap share and no other wrap has."""
-        key = f"incarnation/{wrap}"
-        if self.rank == 0:
-            self.store.set(key, str(secrets.randbits(63)))
-        self._await_keys([key])
-        return stored_number(self.store, key, 2**63)
+    def incarnation(self) -> int:
+        """A random number that the members share, and that no other call of theirs returns."""
+        own = secrets.randbits(63) if self.rank == 0 else 0
+        return self.reduce_numbers("agreeing on a number", _C.ReduceOp.MAX, own)[0]
 
     def node_of_ranks(self, patience: timedelta | None = None) -> list[int]:
         """Node number of every member, as each gave it to the store when it made the group.
@@ -452,9 +480,9 @@ class Connections:
         ``patience``: for members that have not made it yet; default the group's timeout.
         """
         if self._nodes is None:
-            keys = [f"node/{rank}" for rank in range(self.size)]
-            self._await_keys(keys, patience=patience)
-            self._nodes = [stored_number(self.store, key, 2**31) for key in keys]
+            with self._met("nodes", list(range(self.size)), self._meeting_of_nodes) as meeting:
+                texts = meeting.texts((patience or self.timeout).total_seconds())
+            self._nodes = [number_in(text, "nodes", 2**31) for text in texts]
         return self._nodes
 
     def leaders(self) -> list[int]:
@@ -468,20 +496,17 @@ class Connections:
         """Raise BaguaMismatchError, on all members, unless their ``lines`` are equal."""
         if self.size == 1:
             return
-        mine = torch.tensor([fingerprint(lines) >> 1], dtype=torch.int64, device="cpu")
-        everyone = torch.zeros(self.size, dtype=torch.int64, device="cpu")
+        own = fingerprint(lines) >> 1
         with self.collective_phase(f"agreeing on {what}"):
-            self.main_communicator("cpu").all_gather(mine, everyone)
-            values = everyone.tolist()
-            if len(set(values)) == 1:
+            least, negated = self.reduce_numbers(what, _C.ReduceOp.MIN, own, -own)
+            if least == -negated:
                 return
+            values = self.gather_numbers(what, own)
             other = next(rank for rank in range(self.size) if values[rank] != values[0])
-            key = f"agree/{self.next_wrap()}"
-            if self.rank in (0, other):
-                self.store.set(f"{key}/{self.rank}", json.dumps(lines))
-            self._await_keys([f"{key}/0", f"{key}/{other}"])
-        first = stored_lines(self.store, f"{key}/0")
-        second = stored_lines(self.store, f"{key}/{other}")
+            text = json.dumps(lines) if self.rank in (0, other) else ""
+            name = f"agree/{self.next_wrap()}"
+            texts = self._gather(name, list(range(self.size)), text)
+        first, second = (lines_in(texts[rank], f"{name} of rank {rank}") for rank in (0, other))
         raise mismatch(what, first, second, other)
 
 
@@ -529,14 +554,17 @@ def call_until(hopeless: Callable[[], str], work: Callable[[], Any]) -> Any:
             return result
 
 
+def _key_of(name: str, members: list[int]) -> str:
+    """A short key for what ``members`` call ``name``."""
+    digest = hashlib.blake2b(repr(members).encode(), digest_size=6).hexdigest()
+    return f"{name}/{digest}"
+
+
 def _gloo(
     store: c10d.Store, rank: int, size: int, timeout: timedelta, hopeless: Callable[[], str]
 ) -> Any:
     """A backend whose sockets no child of this process has."""
     sockets = _C.OpenedSockets()
-    with suppress(RuntimeError):  # a store written in Python may not know how
-        # gloo keeps a connection to itself while it waits.
-        store = store.clone()  # type: ignore[attr-defined]
     made = call_until(hopeless, lambda: dist.ProcessGroupGloo(store, rank, size, timeout))
     sockets.keep_from_children()
     return made
@@ -626,17 +654,6 @@ def nccl_library() -> _C.NcclLibrary:
     Raises BaguaError, which lists the paths, where there is none of a usable version.
     """
     return _C.NcclLibrary.find(nccl_paths())
-
-
-def _ranks_with_one_gpu(store: c10d.Store, size: int) -> list[int]:
-    """Ranks of the first GPU that several ranks have named so far; none: []."""
-    keys = [f"gpu/{rank}" for rank in range(size)]
-    known = {rank: store.get(key) for rank, key in enumerate(keys) if store.check([key])}
-    for gpu in known.values():
-        ranks = [rank for rank, other in known.items() if other == gpu]
-        if len(ranks) > 1:
-            return ranks
-    return []
 
 
 def mismatch(what: str, first: list[str], second: list[str], other: int) -> _C.BaguaMismatchError:

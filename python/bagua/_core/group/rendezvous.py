@@ -12,6 +12,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
@@ -33,7 +34,12 @@ Value = TypeVar("Value")
 
 # Limit of a description, which has a line per parameter.
 _MOST_BYTES = 256 * 1024**2
+_LONGEST_NAME = 64
 _PAUSES = 0.0005, 0.02  # seconds from one look at the store to the next: the first, the longest
+_SLICE = 0.5  # seconds of one wait, which keeps the store's connection to itself
+_HELLO = "bagua/hello"
+_MOST_HELLO = 2**20  # bytes
+_MOST_NAMED = 16  # ranks in an error
 
 
 def rendezvous(
@@ -170,10 +176,11 @@ def agree_on_incarnation(
     agents of other nodes see a change of membership and count nothing. So keys that a dead process
     may have written are never taken for fresh:
 
-    1. Every rank but 0 writes a random number of its own and waits for the answer to that number.
-    2. Rank 0 draws the name and answers every number it finds, until each rank has confirmed, under
-       that name, that it is present. Numbers of dead ranks are answered too, without effect.
-    3. Rank 0 publishes that all are present, or which ranks are missing.
+    1. Every rank but 0 appends a random number to a list and waits for the answer to that number.
+    2. Rank 0 draws the name and answers every number of the list, until each rank has confirmed,
+       under that name, that it is present. Numbers of dead ranks are answered too, without effect.
+    3. Rank 0 publishes that all are present, or which ranks are missing, and deletes the list and
+       the answers.
 
     ``called``, ``call``: what errors call those that agree, and what each of them has to call.
 
@@ -187,7 +194,7 @@ def agree_on_incarnation(
         missing = _receive(store, name, size, timeout)
     else:
         number = secrets.token_hex(8)
-        store.set(f"bagua/hello/{rank}", number)
+        append(store, _HELLO, f"{rank} {number}\n")
         answer = f"bagua/welcome/{number}"
         try:
             wait_for_keys(store, [answer], timeout)
@@ -196,40 +203,52 @@ def agree_on_incarnation(
                 f"{called} {rank} of {size}: {called} 0 did not answer within "
                 f"{timeout.total_seconds():g} s. Check that it runs and calls {call} too."
             ) from error
-        name = str(store.get(answer).decode())
-        store.set(f"bagua/{name}/came/{rank}", "")
+        name = stored_name(store, answer)
+        append(store, f"bagua/{name}/came", f"{rank} {number}\n")
         wait_for_keys(store, [f"bagua/{name}/missing"], timeout + _GRACE)
-        missing = store.get(f"bagua/{name}/missing").decode()
+        missing = stored_value(
+            store, f"bagua/{name}/missing", lambda ranks: [int(other) for other in ranks]
+        )
     if missing:
+        listed = ", ".join(map(str, missing[:_MOST_NAMED])) + ", ..." * (len(missing) > _MOST_NAMED)
         raise _C.BaguaTimeoutError(
-            f"{called} {rank} of {size}: {called}{'s' if ',' in missing else ''} {missing} did not "
-            f"come within {timeout.total_seconds():g} s. Check that every {called} runs and calls "
-            f"{call} too."
+            f"{called} {rank} of {size}: {called}{'s' if len(missing) > 1 else ''} {listed} did "
+            f"not come within {timeout.total_seconds():g} s. Check that every {called} runs and "
+            f"calls {call} too."
         )
     return name
 
 
-def _receive(store: c10d.Store, name: str, size: int, timeout: timedelta) -> str:
+def _receive(store: c10d.Store, name: str, size: int, timeout: timedelta) -> list[int]:
     """Rank 0's part; the ranks that are missing."""
-    missing = set(range(1, size))
-    answered: set[tuple[int, bytes]] = set()
+    answered: set[str] = set()
+    came: dict[str, str] = {}
     pause, deadline = _PAUSES[0], time.monotonic() + timeout.total_seconds()
     while True:
-        for rank in sorted(missing):
-            if not store.check([f"bagua/hello/{rank}"]):
-                continue
-            number = store.get(f"bagua/hello/{rank}")
-            if (rank, number) not in answered:
-                store.set(f"bagua/welcome/{number.decode()}", name)
-                answered.add((rank, number))
-            elif store.check([f"bagua/{name}/came/{rank}"]):
-                missing.discard(rank)
+        came |= {rank: number for rank, number in _pairs(store, f"bagua/{name}/came")}
+        for _, number in _pairs(store, _HELLO):
+            if number not in answered:
+                store.set(f"bagua/welcome/{number}", name)
+                answered.add(number)
+        missing = [rank for rank in range(1, size) if str(rank) not in came]
         if not missing or time.monotonic() > deadline:
-            text = ", ".join(map(str, sorted(missing)))
-            store.set(f"bagua/{name}/missing", text)
-            return text
+            break
         time.sleep(pause)
         pause = min(2 * pause, _PAUSES[1])
+    store.set(f"bagua/{name}/missing", json.dumps(missing))
+    if not missing:
+        # A number that is not among those that came is of a dead process: nobody reads the answer.
+        _forget(store, [_HELLO, f"bagua/{name}/came", *(f"bagua/welcome/{n}" for n in answered)])
+    return missing
+
+
+def _pairs(store: c10d.Store, key: str) -> list[tuple[str, str]]:
+    """A rank and its number, from each line that ranks have appended to ``key``."""
+    value = read(store, key)
+    pairs = [tuple(line.split(b" ")) for line in value.splitlines()]
+    if len(value) > _MOST_HELLO or not all(len(p) == 2 and all(map(_is_name, p)) for p in pairs):
+        _refuse(key, value, "no list of ranks")
+    return [(rank.decode("ascii"), number.decode("ascii")) for rank, number in pairs]
 
 
 def count_visits(store: c10d.Store, rank: int) -> str:
@@ -261,60 +280,102 @@ def refuse_stale_addresses(init_method: str | None) -> None:
     )
 
 
-def wait_for_keys(
-    store: c10d.Store,
-    keys: Sequence[str],
-    timeout: timedelta,
-    hopeless: Callable[[], str] | None = None,
-) -> None:
+def wait_for_keys(store: c10d.Store, keys: Sequence[str], timeout: timedelta) -> None:
     """Return once the store has all ``keys``; BaguaTimeoutError names those that are missing.
 
-    Between its looks Ctrl-C ends it, and others may use the store's connection, which
-    ``store.wait`` would keep to itself. ``hopeless``: the reason for which the keys will never be
-    there, raised as BaguaError; empty: there is none.
+    The store wakes it. Between slices others may use the store's connection; Ctrl-C ends it.
     """
-    pause, deadline = _PAUSES[0], time.monotonic() + timeout.total_seconds()
-    while not store.check(list(keys)):
-        if hopeless is not None and (reason := hopeless()):
-            raise _C.BaguaError(reason)
-        if time.monotonic() > deadline:
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        begun = time.monotonic()
+        try:
+            limit = timedelta(seconds=min(max(deadline - begun, 0.001), _SLICE))
+            _C.interruptible(store.wait, list(keys), limit)
+            return
+        except RuntimeError:
+            now = time.monotonic()
+            if now <= deadline and now - begun < _SLICE / 2:
+                raise  # the store does not work
+        if now > deadline:
             missing = ", ".join(f"'{key}'" for key in keys if not store.check([key]))
             raise _C.BaguaTimeoutError(
                 f"within {timeout.total_seconds():g} s the job's store has not got {missing}: a "
                 "rank that writes it did not come"
             )
-        time.sleep(pause)
-        pause = min(2 * pause, _PAUSES[1])
+        time.sleep(_PAUSES[0])
 
 
-def stored_number(store: c10d.Store, key: str, below: int) -> int:
-    """The number from 0 up to, not including, ``below`` that is under ``key``."""
-    value = bytes(store.get(key))
+def read(store: c10d.Store, key: str) -> bytes:
+    """The value of ``key``; empty: there is none. One request, where ``get`` of torch makes two."""
+    return bytes(store.compare_set(key, "", ""))
+
+
+def append(store: c10d.Store, key: str, text: str) -> None:
+    """Append ``text`` to the value of ``key``, which others may do at the same time."""
+    if store.has_extended_api():  # type: ignore[attr-defined]
+        store.append(key, text)  # type: ignore[attr-defined]
+        return
+    before, after = "", text
+    while (found := bytes(store.compare_set(key, before, after)).decode("latin-1")) != after:
+        before, after = found, found + text
+
+
+def _forget(store: c10d.Store, keys: Sequence[str]) -> None:
+    """Delete ``keys``, where the store knows how."""
+    with suppress(RuntimeError, NotImplementedError):
+        for key in keys:
+            store.delete_key(key)
+
+
+def number_in(value: bytes, key: str, below: int) -> int:
+    """The number from 0 up to, not including, ``below`` that the ``value`` of ``key`` is."""
     if not (0 < len(value) <= 20 and value.isdigit() and int(value) < below):
         _refuse(key, value, f"no number from 0 to {below - 1}")
     return int(value)
 
 
-def stored_lines(store: c10d.Store, key: str) -> list[str]:
-    """The lines of text, a JSON list, that are under ``key``."""
-    value = bytes(store.get(key))
-    try:
-        lines = json.loads(value) if len(value) <= _MOST_BYTES else None
-    except (ValueError, RecursionError):
-        lines = None
-    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+def lines_in(value: bytes, key: str) -> list[str]:
+    """The lines of text, a JSON list, that the ``value`` of ``key`` is."""
+    lines = value_in(value, key, list)
+    if not all(isinstance(line, str) for line in lines):
         _refuse(key, value, "no list of lines")
     return lines
 
 
-def stored_value(store: c10d.Store, key: str, read: Callable[[Any], Value]) -> Value:
-    value = bytes(store.get(key))
+def value_in(value: bytes, key: str, read: Callable[[Any], Value]) -> Value:
+    """What ``read`` makes of the JSON that the ``value`` of ``key`` is."""
     try:
         if len(value) <= _MOST_BYTES:
             return read(json.loads(value))
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+    except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError):
         pass
     _refuse(key, value, "not of the form that it should be")
+
+
+def stored_number(store: c10d.Store, key: str, below: int) -> int:
+    """The number from 0 up to, not including, ``below`` that is under ``key``."""
+    return number_in(bytes(store.get(key)), key, below)
+
+
+def stored_lines(store: c10d.Store, key: str) -> list[str]:
+    """The lines of text, a JSON list, that are under ``key``."""
+    return lines_in(bytes(store.get(key)), key)
+
+
+def stored_value(store: c10d.Store, key: str, read: Callable[[Any], Value]) -> Value:
+    return value_in(bytes(store.get(key)), key, read)
+
+
+def stored_name(store: c10d.Store, key: str) -> str:
+    """The random name that is under ``key``."""
+    value = bytes(store.get(key))
+    if not _is_name(value):
+        _refuse(key, value, "no name")
+    return value.decode("ascii")
+
+
+def _is_name(value: bytes) -> bool:
+    return 0 < len(value) <= _LONGEST_NAME and value.isalnum()
 
 
 def _refuse(key: str, value: bytes, what: str) -> NoReturn:

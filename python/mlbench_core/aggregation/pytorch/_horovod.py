@@ -137,6 +137,7 @@ class HorovodTransport(Connections):
         members: list[int] | None = None,
         *,
         sums_of_torch: bool = False,
+        nodes_known: bool = False,
     ) -> _C.CountingCommunicator:
         made = HorovodCommunicator(self._horovod, f"bagua/{self._number}/{name}")
         return cast("_C.CountingCommunicator", made)  # it has the methods that are called here

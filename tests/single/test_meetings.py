@@ -1,0 +1,94 @@
+"""What ranks ask the store for when they meet; ranks are threads."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from bagua import _C, BaguaError, BaguaTimeoutError
+from bagua._core.group.connections import Connections
+from support.counting_store import CountingStore
+from support.threads.thread_ranks import run_threads
+
+TIMEOUT = timedelta(seconds=60)
+
+
+def meet(size, act):
+    """Counting stores by rank, after `act(connections)` on all ranks; each is a node."""
+    inner = dist.HashStore()
+    stores = [CountingStore(inner) for _ in range(size)]
+
+    def run(rank):
+        act(Connections(stores[rank], rank, list(range(size)), TIMEOUT, node=rank))
+
+    run_threads(size, run)
+    assert inner.num_keys() == 0, inner.list_keys()
+    return stores
+
+
+def test_a_meeting_asks_the_store_for_as_much_with_many_ranks_as_with_two():
+    def act(connections):
+        everyone = list(range(connections.size))
+        assert connections.node_of_ranks() == everyone
+        texts = connections._gather("words", everyone, f"from {connections.rank}\n")
+        assert texts == [f"from {rank}\n".encode() for rank in everyone]
+
+    for size in (2, 8, 64):
+        for store in meet(size, act):
+            # The rank that completes a meeting sets a key, the last one that reads deletes three.
+            assert store.requests.total() <= 2 * (5 + 3), store.requests
+            assert store.longest < 100, "keys that list ranks"
+
+
+def test_connections_of_gloo_ask_for_no_key_of_each_rank():
+    def act(connections):
+        ones = torch.ones(1)
+        connections.connect("lane", "cpu").all_reduce(ones, _C.ReduceOp.SUM)
+        assert ones.item() == connections.size
+
+    for size in (2, 8):
+        for store in meet(size, act):
+            assert store.requests.total() <= 2 * (5 + 3), store.requests
+
+
+def test_missing_ranks_are_named_and_may_come_to_the_next_try():
+    store = dist.HashStore()
+    first = _C.Gathering(store, "words", 0, 3, 0.2)
+    first.bring("early")
+    with pytest.raises(BaguaTimeoutError, match=r"ranks 1, 2 did not come within .* 0\.2 s"):
+        first.texts()
+    results = [None] * 3
+
+    def again(rank):
+        meeting = _C.Gathering(store, "words", rank, 3, 20.0, counted=rank == 0)
+        meeting.bring(f"rank {rank}")
+        results[rank] = meeting.texts()
+
+    run_threads(3, again)
+    assert results == [[b"rank 0", b"rank 1", b"rank 2"]] * 3
+    assert store.num_keys() == 0
+
+
+def test_a_meeting_that_nobody_wants_any_more_ends():
+    meeting = _C.Gathering(dist.HashStore(), "words", 0, 2, 60.0)
+    meeting.bring("")
+    meeting.give_up("rank 1 has exited")
+    with pytest.raises(BaguaError, match="rank 1 has exited"):
+        meeting.texts()
+
+
+def test_what_strangers_write_into_a_meeting_is_refused_with_its_key():
+    words = "7 0\n", "x 1\na", "1 99\na", "1", "-1 0\n", "\x1b[2J" * 99, "1 1\n\n1 9999999999\n"
+    for text in words:
+        store = dist.HashStore()
+        store.set("words", text)
+        for rank in (0, 1):
+            _C.Gathering(store, "words", rank, 2, 20.0).bring("")
+        meeting = _C.Gathering(store, "words", 0, 2, 20.0, counted=True)
+        meeting.bring("")
+        with pytest.raises(BaguaError, match="under 'words', which is not of the form") as raised:
+            meeting.texts()
+        assert str(raised.value).isprintable()
+    store.set("more/count", "77")
+    with pytest.raises(BaguaError, match=r"the store has '78' .* under 'more/count'"):
+        _C.Gathering(store, "more", 0, 2, 20.0).bring("")
