@@ -33,6 +33,7 @@ a failure to its group. The first ranks of the islands decide on the members, fo
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -144,14 +145,19 @@ class ElasticRanks(FixedRanks):
                 called=self._called,
             )
         self._membership = group.membership
-        if self._membership.owner() is not None:
+        if group.waits_to_join:
+            (request,) = self._in_island(self._membership.ask())
+            self._enter(self._membership.join(request))
+
+    def claim(self) -> None:
+        """As ``FixedRanks``. ValueError: another module makes the group's changes."""
+        if self._membership.owner() not in (None, self):
+            gc.collect()  # a module that is gone may not have been collected yet
+        if self._membership.owner() not in (None, self):
             raise ValueError(
                 "another module of this process group is wrapped with elastic=True: give each an "
                 "own process group, or wrap one module that holds both"
             )
-        if group.waits_to_join:
-            (request,) = self._in_island(self._membership.ask())
-            self._enter(self._membership.join(request))
         self._membership.owner = weakref.ref(self)
 
     @property
@@ -347,7 +353,8 @@ class ElasticRanks(FixedRanks):
             warn_here(f"module '{name}': {joined} came back before outer round {number}")
 
     def close(self) -> None:
-        self._membership.owner = lambda: None
+        if self._membership.owner() is self:
+            self._membership.owner = lambda: None
 
 
 def _listed(ranks: list[int]) -> str:

@@ -42,6 +42,9 @@ class FixedRanks:
         """Wait until all ranks have the result of the round under way."""
         engine.wait()
 
+    def claim(self) -> None:
+        """A plan is about to be built; the module that was wrapped before has ended its own."""
+
     def inherited_state(self) -> OuterState | None:
         """The state that a new plan goes on with; None: it begins."""
         return None

@@ -238,6 +238,7 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
                 f"module '{name}': {_OWNER} counts the steps of the "
                 "optimizers given to with_bagua: give it the one that trains the module"
             )
+        self._ranks.claim()
         self._session = weakref.ref(bagua_ddp)
         if self.arguments.elastic and self.process_group.island is None:
             refuse_shards(bagua_ddp, "elastic", "with process_group=connect_islands(...)")
