@@ -31,6 +31,14 @@ void drop(T object) noexcept {
   --Drops::under_way;
 }
 
+// Calls `use`, which needs the GIL, unless the interpreter ends.
+template <typename Use>
+void before_end(const Use& use) {
+  ++Drops::under_way;
+  if (!Drops::over) use();
+  --Drops::under_way;
+}
+
 // From now on nothing is destroyed by drop(). Waits a second for those that have begun, which may
 // need the GIL: the caller does not hold it.
 inline void end_drops() noexcept {

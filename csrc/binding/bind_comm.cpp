@@ -12,7 +12,9 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/utils/pybind.h>
+#include <unistd.h>
 
+#include "base/drop.h"
 #include "base/own_sockets.h"
 #include "binding/bindings.h"
 #include "binding/interruptible.h"
@@ -24,6 +26,7 @@
 #include "comm/host_communicator.h"
 #include "comm/shm/shared_memory_communicator.h"
 #include "comm/thread_communicator.h"
+#include "health/board.h"
 #include "health/diagnose.h"
 #include "health/failure.h"
 #include "health/failure_board.h"
@@ -187,6 +190,23 @@ void bind_thread_ranks(py::module_& m) {
       .def(py::init<std::shared_ptr<ThreadHub>, int>(), py::arg("hub"), py::arg("rank"));
 }
 
+// A function of Python that a thread of a board calls, unless the interpreter ends: Note [Drops at
+// exit]. What it raises is dropped.
+template <typename... Args>
+std::function<void(Args...)> unless_ending(const std::optional<py::function>& function) {
+  if (!function) return nullptr;
+  return [owned = shared_with_gil(*function)](Args... args) {
+    before_end([&] {
+      const py::gil_scoped_acquire gil;
+      try {
+        (*owned)(args...);
+      } catch (py::error_already_set& error) {
+        error.discard_as_unraisable("bagua");
+      }
+    });
+  };
+}
+
 void bind_failure_board(py::module_& m) {
   m.def("is_timeout_of_transport", &is_timeout_of_transport, py::arg("text"));
   m.def("watch_collectives", &watch_collectives);
@@ -194,9 +214,39 @@ void bind_failure_board(py::module_& m) {
   py::enum_<Blame>(m, "Blame")
       .value("THIS_RANK", Blame::kThisRank)
       .value("MAYBE_OTHER", Blame::kMaybeOther);
+  py::class_<Board, std::shared_ptr<Board>>(m, "Board")
+      .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                       double straggler_after_s, const std::optional<py::function>& on_straggler) {
+             const StragglerReports reports{
+                 .after = to_milliseconds(straggler_after_s),
+                 .report = unless_ending<const std::string&>(on_straggler)};
+             return std::shared_ptr<Board>(new Board(store, rank, size, reports),
+                                           delete_without_gil<Board>);
+           }),
+           py::arg("store"), py::arg("rank"), py::arg("size"), py::kw_only(),
+           py::arg("straggler_after_s") = 0.0, py::arg("on_straggler").none(true) = py::none())
+      .def(
+          "seat",
+          [](std::shared_ptr<Board> board, std::string name, std::vector<int> members,
+             std::string title, std::string unit, bool per_round) {
+            SeatOptions options{.name = std::move(name),
+                                .title = std::move(title),
+                                .unit = std::move(unit),
+                                .members = std::move(members),
+                                .per_round = per_round};
+            return std::shared_ptr<FailureBoard>(
+                new FailureBoard(std::move(board), std::move(options)),
+                delete_without_gil<FailureBoard>);
+          },
+          py::arg("name"), py::arg("members"), py::kw_only(), py::arg("title") = "",
+          py::arg("unit") = "round", py::arg("per_round") = false)
+      .def("leave", &Board::leave, ReleaseGil());
   py::class_<FailureBoard, std::shared_ptr<FailureBoard>>(m, "FailureBoard")
-      .def(py::init<c10::intrusive_ptr<c10d::Store>, int, int>(), py::arg("store"), py::arg("rank"),
-           py::arg("size"), ReleaseGil())
+      .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
+             return std::shared_ptr<FailureBoard>(new FailureBoard(store, rank, size),
+                                                  delete_without_gil<FailureBoard>);
+           }),
+           py::arg("store"), py::arg("rank"), py::arg("size"))
       .def("publish", &FailureBoard::publish, py::arg("reason"),
            py::arg("blame") = Blame::kThisRank, ReleaseGil())
       .def(
@@ -210,11 +260,24 @@ void bind_failure_board(py::module_& m) {
       .def("poll_exit", &FailureBoard::poll_exit, py::arg("round"), ReleaseGil())
       .def(
           "beat",
-          [](FailureBoard& self, int64_t round, std::string text, bool waits) {
-            self.beat([here = Whereabouts{round, waits, std::move(text)}] { return here; });
+          [](FailureBoard& self, int64_t round, std::string text, bool waits,
+             const std::optional<py::function>& on_news,
+             const std::optional<py::function>& on_never) {
+            const int64_t thread = gettid();
+            const Whereabouts here{round, waits, std::move(text), waits ? thread : 0, thread};
+            const auto call = unless_ending<const std::string&>(on_news);
+            FailureBoard::OnNews tell;
+            if (call) tell = [call](const FailureBoard::News& news) { call(news.text); };
+            auto never = unless_ending<const std::string&>(on_never);
+            const Watched watched = never ? Watched::kYes : Watched::kNo;
+            const py::gil_scoped_release no_gil;
+            self.beat([here] { return here; }, std::move(tell), watched, std::move(never));
           },
           py::arg("round"), py::arg("text"), py::arg("waits") = false,
-          "Set this rank's position; from the first call on it is published twice a second.")
+          py::arg("on_news").none(true) = py::none(), py::arg("on_never").none(true) = py::none(),
+          "Set this rank's position; from the first call on it is published twice a second.\n"
+          "on_news(text) and on_never(reason) are called on another thread: another rank has\n"
+          "failed or exited; this wait, which is reported when it is long, cannot end.")
       .def(
           "survey",
           [](FailureBoard& self, int64_t round, const std::string& unit, bool everyone) {

@@ -12,6 +12,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
+#include <unistd.h>
 
 #include "base/check.h"
 #include "comm/device_stream.h"
@@ -124,6 +125,7 @@ struct Engine::State final : LaneCore {
   std::vector<Progress> progress;
   std::string error;  // what autograd has thrown in the open round
   RoundState round;
+  int64_t caller = 0;  // the thread that began the last round
   float grad_scale = 1.0f;
   std::vector<uint8_t> used;
 };
@@ -165,12 +167,13 @@ std::string Engine::State::error_of_caller() const {
 Whereabouts Engine::State::whereabouts() const {
   const std::lock_guard lock(mutex);
   std::string text = round.text();
-  if (!round.open()) return {round.number(), false, text};
+  if (!round.open()) return {round.number(), false, text, 0, caller};
   for (const LaneState& lane : lanes) {
     if (lane.running) text += concat(", bucket '", buckets[*lane.running].name, "' is under way");
   }
   if (!round.agreed()) text += ", the ranks have not agreed on the round";
-  return {round.number(), clock.caller_is_blocked(), text};
+  const bool waits = clock.caller_is_blocked();
+  return {round.number(), waits, text, waits ? caller : 0, caller};
 }
 
 void Engine::State::order_after_lanes() const {
@@ -377,6 +380,7 @@ void Engine::begin_round(const RoundOpening& opening) {
     lock.lock();
   }
   state.round.begin(alone, opening.part);
+  state.caller = gettid();
   state.grad_scale = opening.grad_scale;
   state.error.clear();
   for (State::Progress& bucket : state.progress) bucket.ready.clear();

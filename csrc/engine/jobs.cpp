@@ -198,7 +198,8 @@ void DynamicLane::State::end_pending(const std::exception_ptr& error) noexcept {
 
 DynamicLane::DynamicLane(LaneOptions options, uint64_t incarnation)
     : state_(std::make_shared<State>(std::move(options), incarnation)) {
-  state_->begin(LaneCore::News::kEndWaits);
+  // Torch waits for the futures, and tells nobody.
+  state_->begin(LaneCore::News::kEndWaits, Watched::kYes);
 }
 
 DynamicLane::~DynamicLane() { stop(); }

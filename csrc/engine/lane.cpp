@@ -16,7 +16,7 @@ namespace bagua {
 LaneCore::LaneCore(LaneOptions options)
     : core(std::move(options)), group((core.control ? core.control : core.ops.at(0))->group()) {}
 
-void LaneCore::begin(News news) {
+void LaneCore::begin(News news, Watched watched) {
   if (!core.board) return;
   FailureBoard::OnNews end_waits;
   if (news == News::kEndWaits) {
@@ -28,7 +28,7 @@ void LaneCore::begin(News news) {
     const auto self = weak.lock();
     return self ? std::optional(self->whereabouts()) : std::nullopt;
   };
-  core.board->beat(where, std::move(end_waits));
+  core.board->beat(where, std::move(end_waits), watched);
 }
 
 std::string LaneCore::whoami() const {

@@ -54,9 +54,9 @@ struct LaneCore : std::enable_shared_from_this<LaneCore> {
   LaneCore& operator=(const LaneCore&) = delete;
 
   enum class News : uint8_t { kEndWaits, kIgnored };
-  // Publishes whereabouts() as heartbeats. kEndWaits: while they say that this rank waits, each of
-  // them looks for other ranks' failures, and one that it finds ends the lane.
-  void begin(News news);
+  // Publishes whereabouts() with the heartbeats. kEndWaits: while they say that this rank waits,
+  // the board looks for other ranks' failures, and one that it finds ends the lane.
+  void begin(News news, Watched watched = Watched::kNo);
 
   // Module, rank and place, with which messages begin.
   std::string whoami() const;

@@ -20,6 +20,11 @@ void remove(std::string& text, const std::string& part) {
   if (text.ends_with(": ")) text.resize(text.size() - 2);
 }
 
+std::string joined(std::string text, const std::vector<std::string>& lines) {
+  for (const std::string& line : lines) text += "\n  " + line;
+  return text;
+}
+
 // `failed`: the first failure on the board.
 std::string diagnosis(const std::string& seen, Blame blame,
                       const std::optional<FailureBoard::News>& failed, const Position& position,
@@ -38,9 +43,14 @@ std::string diagnosis(const std::string& seen, Blame blame,
     lines = std::move(others.causes);
     // The peer that a rank waited for may have waited for the store's process.
     if (others.store_is_silent) lines = {std::exchange(nobody, "")};
-    lines.insert(lines.end(), others.failed.begin(), others.failed.end());
+    const bool nobody_to_blame = lines.empty() || others.store_is_silent;
     // The report of a rank that failed because of another helps only if no rank is silent.
-    if ((lines.empty() || others.store_is_silent) && failed) lines.push_back(failed->text);
+    if (nobody_to_blame && failed) lines.push_back(failed->text);
+    for (const auto* list : {&others.failed, &others.present}) {
+      lines.insert(lines.end(), list->begin(), list->end());
+    }
+    // All have failed, maybe alike: what this rank saw says more than that others failed too.
+    if (nobody_to_blame && !others.store_is_silent && !lines.empty()) return joined(seen, lines);
   }
   if (lines.empty()) return concat(seen, " ", nobody);
   const std::string peer = concat("rank ", position.peer, " ");
@@ -48,9 +58,7 @@ std::string diagnosis(const std::string& seen, Blame blame,
                         [&](const std::string& line) { return line.starts_with(peer); });
   std::string here = seen;
   for (const std::string& line : lines) remove(here, line);
-  std::string text = lines[0];
-  for (size_t i = 1; i < lines.size(); ++i) text += "\n  " + lines[i];
-  return concat(text, "\n  Seen here: ", here);
+  return concat(joined(lines[0], {lines.begin() + 1, lines.end()}), "\n  Seen here: ", here);
 }
 
 }  // namespace

@@ -1,42 +1,44 @@
-// Failures and positions of ranks, published in the store: the wire itself may be blocked.
+// Failures, exits and positions of the users of a seat, in the store: the wire may be blocked.
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
+#include <vector>
 
+#include "health/board.h"
 #include "health/failure.h"
 #include "health/heartbeat.h"
-#include "health/store_worker.h"
 
 namespace bagua {
 
-// Time between two heartbeats, and between two looks at the news while a rank waits: a step that is
-// merely slow must not load the store.
-inline constexpr std::chrono::milliseconds kBetweenNews(500);
-// Minimum time between two snapshots, of which a lost rank has the same heartbeat in both: two
-// heartbeats and the delay of a busy machine.
-inline constexpr std::chrono::milliseconds kBetweenLooks(1300);
-// Time for a store that does not answer.
-inline constexpr std::chrono::milliseconds kPatience(2000);
+// How a seat at a group's board is kept: Note [Seats].
+struct SeatOptions {
+  std::string name;          // short, without spaces; equal on all members
+  std::string title;         // Seat::title
+  std::string unit;          // Seat::unit
+  std::vector<int> members;  // by their rank in the group; this rank is one of them
+  bool per_round = false;    // a failure counts in the round alone in which it was published
+};
 
-// A notice board in a c10d store; the caller gives each group a store prefix of its own.
+// A rank's seat at the board of its group. Failures and exits are kept under the name of the seat
+// and are read by each poll; heartbeats of others are read only after a failure.
 //
-// Each rank writes a heartbeat with its position every kBetweenNews, by a thread of the board
-// (StoreWorker). Heartbeats of others are read only after a failure; failures and exits by each
-// poll.
-//
-// Thread safety: all methods. Ownership: a clone of the store, so that a blocked user of the
-// original does not block the board. May fail: never, and no call takes more than a few seconds;
-// once the store does not answer, nothing is found any more and nothing is published.
-// Cost: one write per heartbeat, on the worker's thread; one question to the store per poll.
+// Keys: "<seat>/failed", "<seat>/exits", "<seat>/exited", which the last of the members to exit
+// deletes; of a board for one seat without the name.
+// Thread safety: all methods. Ownership: shares the board. May fail: never, and no call takes more
+// than a few seconds; while the store does not answer, nothing is found, and what is published is
+// written when it answers again.
 class FailureBoard final {
  public:
+  // The only seat of a board for `size` ranks.
   FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size);
+  FailureBoard(std::shared_ptr<Board> board, SeatOptions options);
+  ~FailureBoard();
   FailureBoard(const FailureBoard&) = delete;
   FailureBoard& operator=(const FailureBoard&) = delete;
 
@@ -45,10 +47,7 @@ class FailureBoard final {
   // kAllRanks names no rank of its own: each rank says it as its own error.
   void publish(const std::string& reason, Blame blame) noexcept;
 
-  struct News {
-    std::string text;  // "rank 3: reason"; of kAllRanks the reason
-    Blame blame;
-  };
+  using News = bagua::News;
   // The group's failure, unless it is this rank's own.
   std::optional<News> poll() noexcept;
 
@@ -61,12 +60,15 @@ class FailureBoard final {
   // The news that ends a wait in `round`: poll(), else poll_exit() as news of the rank that exited.
   std::optional<News> news(int64_t round) noexcept;
 
-  // Publishes what `where` returns as heartbeats from now on, the first at once; a later call
-  // replaces `where`. The worker's thread calls it; it must not block. There is no heartbeat when
-  // it returns nothing. `on_news`, if there is one, is called on the same thread after a heartbeat
-  // of a rank that waits for others, if news() would find something; it must not ask the board.
+  // Publishes what `where` returns with the heartbeats from now on; a later call replaces `where`.
+  // Threads of the board call it; it must not block. There is no position when it returns nothing.
+  // `on_news`, if there is one, is called on a thread of the board while this rank waits for
+  // others, if news() would find something, and `on_never` with the reason for which a wait that is
+  // watched cannot end. Neither may ask the board.
   using OnNews = std::function<void(const News&)>;
-  void beat(std::function<std::optional<Whereabouts>()> where, OnNews on_news = nullptr);
+  void beat(std::function<std::optional<Whereabouts>()> where, OnNews on_news = nullptr,
+            Watched watched = Watched::kNo,
+            std::function<void(const std::string&)> on_never = nullptr);
 
   // The current heartbeats; null if the store does not answer.
   std::shared_ptr<const Snapshot> look() noexcept;
@@ -80,20 +82,14 @@ class FailureBoard final {
   OtherRanks others(const Position& here) noexcept;
 
  private:
-  // Shared with the worker's thread, which may outlive the board.
-  struct Shared {
-    std::atomic<bool> told{false};  // poll(), poll_exit(), news() or `on_news` had something
-    std::atomic<int64_t> beats{0};
-  };
+  struct Shared;
   // Asks the store, and notes that the board has told something if there is an answer. Empty if
   // the store does not answer, or has nothing.
   template <typename Found>
   std::optional<Found> found(std::function<std::optional<Found>(c10d::Store&)> question) noexcept;
 
-  const int rank_;
-  const int size_;
-  const std::shared_ptr<Shared> shared_;
-  StoreWorker worker_;
+  const std::shared_ptr<Board> board_;
+  const std::shared_ptr<Shared> shared_;  // with the threads of the board
 };
 
 // The error for a rank to raise after the board has told it of a failure. `whoami`: that rank and

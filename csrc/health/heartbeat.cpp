@@ -1,6 +1,9 @@
 #include "health/heartbeat.h"
 
+#include <algorithm>
 #include <sstream>
+#include <string_view>
+#include <utility>
 
 #include "base/check.h"
 #include "health/sanitize.h"
@@ -9,6 +12,13 @@ namespace bagua {
 namespace {
 
 using Seen = std::optional<Heartbeat>;
+
+constexpr size_t kMostTextBytes = 160, kMostHeadBytes = 100;
+constexpr char kSeparator = '\x1f';  // between head and text
+constexpr const char* kMore = "...";
+constexpr const char* kExited = "exited";
+// Bits of a position's state.
+constexpr int kWaits = 1, kBlocked = 2, kFailed = 4;
 
 std::string counted(int64_t count, const std::string& unit) {
   return concat(count, " ", unit, count == 1 ? "" : "s");
@@ -20,83 +30,273 @@ int64_t rounds_apart(int64_t more, int64_t less) {
   return __builtin_sub_overflow(more, less, &difference) ? INT64_MAX : difference;
 }
 
-// Empty for a rank that is there, in the same round.
-std::string what_is_wrong(const Seen& before, const Seen& after, const Position& here) {
-  if (!after) return " has sent no heartbeat";
-  const int64_t round = after->where.round;
-  const std::string place = concat(here.unit, " ", round, ": ", after->where.text);
-  if (before && before->number == after->number) {
-    return concat(" was killed, stopped or cut off: silent for over a second, last in ", here.unit,
-                  " ", round, " (", after->where.text, ")");
+std::string one_line(std::string text, size_t most_bytes) {
+  if (text.size() > most_bytes) text.resize(most_bytes);
+  std::replace(text.begin(), text.end(), '\n', ' ');
+  return text;
+}
+
+std::string text_of(const SeatPosition& position) {
+  const Whereabouts& where = position.where;
+  const int state = (where.waits ? kWaits : 0) | (where.blocked != 0 ? kBlocked : 0) |
+                    (position.failed ? kFailed : 0);
+  const std::string named = position.seat.empty() ? "" : position.seat + " ";
+  const std::string head =
+      position.head.empty() ? "" : one_line(position.head, kMostHeadBytes) + kSeparator;
+  return concat(named, where.round, " ", state, " ", head, one_line(where.text, kMostTextBytes));
+}
+
+std::optional<SeatPosition> parse_position(const std::string& line, bool named) {
+  std::istringstream stream(line);
+  SeatPosition position;
+  int state = 0;
+  if (named && !(stream >> position.seat)) return std::nullopt;
+  if (!(stream >> position.where.round >> state) || position.where.round < 0) return std::nullopt;
+  position.where.waits = (state & kWaits) != 0;
+  position.where.blocked = (state & kBlocked) != 0 ? 1 : 0;
+  position.failed = (state & kFailed) != 0;
+  std::string text;
+  std::getline(stream >> std::ws, text);
+  const size_t end = text.find(kSeparator);
+  if (end != std::string::npos) {
+    position.head = sanitize_untrusted(std::string_view(text).substr(0, end));
+    text.erase(0, end + 1);
   }
+  position.where.text = sanitize_untrusted(text);
+  position.seat = sanitize_untrusted(position.seat);
+  return position;
+}
+
+std::string in_full(const SeatPosition& position) {
+  return position.head.empty() ? position.where.text
+                               : concat(position.head, ": ", position.where.text);
+}
+
+int rank_of(const SeatPosition& position) {
+  return position.where.blocked != 0 ? 2 : position.where.waits ? 1 : 0;
+}
+
+// At another seat: where the rank is blocked, else where it waits, else the last one.
+const SeatPosition* elsewhere(const Heartbeat& beat, const std::string& seat) {
+  const SeatPosition* found = nullptr;
+  for (const SeatPosition& one : beat.positions) {
+    if (one.seat != seat && (!found || rank_of(one) >= rank_of(*found))) found = &one;
+  }
+  return found;
+}
+
+// ", and waits in round 3 of module 'Net': ..." of a rank that waits at another seat.
+std::string waits_elsewhere(const Heartbeat& beat, const std::string& seat) {
+  const SeatPosition* other = elsewhere(beat, seat);
+  if (!other || rank_of(*other) < 2) return "";
+  return concat(", and waits in ", in_full(*other));
+}
+
+std::string not_here(const Heartbeat& beat, const Looker& me, const Position& here) {
+  const std::string missing =
+      concat(" has not come to this ", here.unit.empty() ? "call" : here.unit);
+  const SeatPosition* other = elsewhere(beat, me.seat);
+  if (!other && here.unit.empty()) other = beat.at(me.seat);  // a call before this one
+  if (!other) return beat.more ? concat(missing, ", as far as it can be seen") : missing;
+  const char* in = rank_of(*other) > 0   ? ": it waits in "
+                   : other->head.empty() ? ": its last call was "
+                                         : ": it is in ";
+  return concat(missing, in, in_full(*other));
+}
+
+std::string silent(const Heartbeat& beat, const Looker& me, const Position& here) {
+  const std::string lost = " was killed, stopped or cut off: silent for over a second";
+  const SeatPosition* position = beat.at(me.seat);
+  if (position && !here.unit.empty()) {
+    return concat(lost, ", last in ", here.unit, " ", position->where.round, " (",
+                  position->where.text, ")");
+  }
+  if (!position) position = elsewhere(beat, me.seat);
+  return position ? concat(lost, ", last in ", in_full(*position)) : lost;
+}
+
+// Of a call that is not counted for users.
+std::string in_another_call(const Heartbeat& beat, const SeatPosition& position, const Looker& me,
+                            const Position& here) {
+  if (position.where.round < here.number) return not_here(beat, me, here);
+  if (position.where.round > here.number) {
+    return concat(" is past this call, ", position.where.waits ? "in " : "after ",
+                  position.where.text);
+  }
+  return "";
+}
+
+// Empty for a rank that is there, in the same round.
+std::string what_is_wrong(const Seen& before, const Seen& after, const Looker& me,
+                          const Position& here) {
+  if (!after) return " has sent no heartbeat";
+  if (after->exited) return " has exited";
+  if (before && before->number == after->number) return silent(*after, me, here);
+  const SeatPosition* position = after->at(me.seat);
+  if (!position) return not_here(*after, me, here);
+  if (here.unit.empty()) return in_another_call(*after, *position, me, here);
+  const int64_t round = position->where.round;
+  const std::string place = concat(here.unit, " ", round, ": ", position->where.text);
   if (round < here.number) {
     const std::string apart = counted(rounds_apart(here.number, round), here.unit);
-    return concat(" is ", apart, " behind, in ", place);
+    return concat(" is ", apart, " behind, in ", place, waits_elsewhere(*after, me.seat));
   }
   if (round > here.number) {
     const std::string apart = counted(rounds_apart(round, here.number), here.unit);
     return concat(" is ", apart, " ahead, in ", place);
   }
-  return here.everyone ? concat(" is also in ", place) : "";
+  return "";
 }
 
-// In the same round, at both looks, and at work of its own.
-std::string what_keeps(const Seen& before, const Seen& after, const Position& here) {
-  if (!before || !after) return "";
-  const Whereabouts &then = before->where, &now = after->where;
-  if (then.waits || now.waits || then.round != here.number || now.round != here.number) {
+// Of a rank that is there, in the same round.
+std::string is_present(const SeatPosition* position, const Position& here) {
+  if (!here.everyone || !position || position->where.round != here.number) return "";
+  if (here.unit.empty()) return " has reached the same call";
+  return concat(" is also in ", here.unit, " ", here.number, ": ", position->where.text);
+}
+
+// In the same round, at both looks, and computing.
+std::string what_keeps(const Seen& before, const Seen& after, const Looker& me,
+                       const Position& here) {
+  const SeatPosition* then = before ? before->at(me.seat) : nullptr;
+  const SeatPosition* now = after ? after->at(me.seat) : nullptr;
+  if (!then || !now || here.unit.empty()) return "";
+  if (then->where.waits || now->where.waits || then->where.round != here.number ||
+      now->where.round != here.number) {
     return "";
   }
-  return concat(" is still in ", here.unit, " ", now.round, ": ", now.text);
+  return concat(" is still in ", here.unit, " ", now->where.round, ": ", now->where.text,
+                waits_elsewhere(*after, me.seat));
+}
+
+// Whether the member, blocked at both looks at a seat, waits for the thread that is blocked here.
+const SeatPosition* waits_for_us(const Heartbeat& before, const Heartbeat& after, const Looker& me,
+                                 const Heartbeat& own) {
+  const SeatPosition* mine = own.at(me.seat);
+  for (const SeatPosition& theirs : after.positions) {
+    const SeatPosition* then = before.at(theirs.seat);
+    const SeatPosition* ours = own.at(theirs.seat);
+    if (theirs.seat == me.seat || !then || !ours || !mine) continue;
+    const bool stays = then->where.blocked != 0 && theirs.where.blocked != 0 &&
+                       then->where.round == theirs.where.round;
+    const bool needs_us =
+        ours->where.round < theirs.where.round && ours->where.driven_by == mine->where.blocked;
+    if (stays && needs_us) return &theirs;
+  }
+  return nullptr;
 }
 
 }  // namespace
 
+const SeatPosition* Heartbeat::at(const std::string& seat) const {
+  for (const SeatPosition& one : positions) {
+    if (one.seat == seat) return &one;
+  }
+  return nullptr;
+}
+
+// The number and the position of the seat without a name, if there is one; a line for each other
+// seat, those that wait first.
 std::string heartbeat_text(const Heartbeat& beat) {
-  const Whereabouts& where = beat.where;
-  return concat(beat.number, " ", where.round, " ", where.waits ? 1 : 0, " ", where.text);
+  std::string text = std::to_string(beat.number);
+  if (const SeatPosition* only = beat.at("")) text += " " + text_of(*only);
+  if (beat.exited) text += concat("\n", kExited);
+  bool more = beat.more;
+  for (const int wanted : {2, 1, 0}) {
+    for (const SeatPosition& one : beat.positions) {
+      if (one.seat.empty() || rank_of(one) != wanted) continue;
+      const std::string line = "\n" + text_of(one);
+      if (text.size() + line.size() + 4 <= kMostBeatBytes) {
+        text += line;
+      } else {
+        more = true;
+      }
+    }
+  }
+  return more ? concat(text, "\n", kMore) : text;
 }
 
 std::optional<Heartbeat> parse_heartbeat(const std::string& written) {
-  std::istringstream stream(written);
+  if (written.size() > kMostBeatBytes) return std::nullopt;
+  std::istringstream lines(written);
+  std::string line;
+  std::getline(lines, line);
+  std::istringstream first(line);
   Heartbeat beat;
-  int waits = 0;
-  if (!(stream >> beat.number >> beat.where.round >> waits) || beat.where.round < 0) {
-    return std::nullopt;
+  if (!(first >> beat.number)) return std::nullopt;
+  std::string rest;
+  std::getline(first >> std::ws, rest);
+  if (!rest.empty()) {
+    auto only = parse_position(rest, /*named=*/false);
+    if (!only) return std::nullopt;
+    beat.positions.push_back(std::move(*only));
   }
-  beat.where.waits = waits != 0;
-  std::getline(stream >> std::ws, beat.where.text);
-  beat.where.text = sanitize_untrusted(beat.where.text);
+  while (std::getline(lines, line)) {
+    if (line == kMore) {
+      beat.more = true;
+    } else if (line == kExited) {
+      beat.exited = true;
+    } else if (auto position = parse_position(line, /*named=*/true)) {
+      beat.positions.push_back(std::move(*position));
+    }
+  }
   return beat;
 }
 
-OtherRanks where_others_are(const Snapshot& before, const Snapshot& after, int rank,
+OtherRanks where_others_are(const Snapshot& before, const Snapshot& after, const Looker& me,
                             const Position& here) {
-  std::vector<std::string> wrong, keeping, failed;
+  std::vector<std::string> wrong, keeping, present, failed;
   const auto add = [](std::vector<std::string>& list, size_t rank, const std::string& what) {
     if (!what.empty()) list.push_back(concat("rank ", rank, what));
   };
-  for (size_t other = 0; other < after.beats.size(); ++other) {
-    if (static_cast<int>(other) == rank) continue;
-    const Seen &then = before.beats[other], &now = after.beats[other];
-    if (now && after.failed.contains(static_cast<int>(other))) {
-      add(failed, other, concat(" has failed too, in ", here.unit, " ", now->where.round));
+  for (size_t other = 0; other < me.members.size(); ++other) {
+    if (static_cast<int>(other) == me.rank) continue;
+    const Seen& then = before.beats.at(me.members[other]);
+    const Seen& now = after.beats.at(me.members[other]);
+    const SeatPosition* position = now ? now->at(me.seat) : nullptr;
+    if (position && position->failed) {
+      const std::string place =
+          here.unit.empty() ? "" : concat(", in ", here.unit, " ", position->where.round);
+      add(failed, other, " has failed too" + place);
     } else {
-      add(wrong, other, what_is_wrong(then, now, here));
-      add(keeping, other, what_keeps(then, now, here));
+      const std::string cause = what_is_wrong(then, now, me, here);
+      add(wrong, other, cause);
+      add(keeping, other, what_keeps(then, now, me, here));
+      if (cause.empty()) add(present, other, is_present(position, here));
     }
   }
   return {.causes = wrong.empty() ? keeping : wrong,
+          .present = present,
           .failed = failed,
           .nobody = "No rank is silent, behind or ahead."};
 }
 
 std::string in_words(const OtherRanks& others) {
   std::string places;
-  for (const auto& list : {others.causes, others.failed}) {
+  for (const auto& list : {others.causes, others.present, others.failed}) {
     for (const std::string& rank : list) places += (places.empty() ? "" : "; ") + rank;
   }
   return places.empty() ? others.nobody : concat("Where the others are: ", places, ".");
+}
+
+std::optional<std::string> never_comes(const Snapshot& before, const Snapshot& after,
+                                       const Looker& me, const Heartbeat& own) {
+  const SeatPosition* mine = own.at(me.seat);
+  if (!mine || mine->where.blocked == 0) return std::nullopt;
+  for (size_t other = 0; other < me.members.size(); ++other) {
+    const Seen& then = before.beats.at(me.members[other]);
+    const Seen& now = after.beats.at(me.members[other]);
+    if (static_cast<int>(other) == me.rank || !then || !now) continue;
+    const SeatPosition* theirs = now->at(me.seat);
+    if (theirs && theirs->where.round >= mine->where.round) continue;
+    const std::string rank = concat("rank ", other);
+    if (now->exited) return concat(rank, " has exited, and takes no part");
+    if (const SeatPosition* waits = waits_for_us(*then, *now, me, own)) {
+      return concat(rank, " does not make this call: it waits in ", in_full(*waits),
+                    ", which this rank has not begun, so that each waits for the other");
+    }
+  }
+  return std::nullopt;
 }
 
 }  // namespace bagua

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <string>
 
 #include <c10/util/intrusive_ptr.h>
 
@@ -18,17 +19,18 @@ namespace bagua {
 // A store's host may be stopped or cut off, and its clients then wait without a limit. Clients of
 // the worker wait for a time of their choice.
 //
-// Thread safety: all methods. Ownership: a clone of the store (a connection of its own where the
-// store can make one); a question owns its data, since it may outlive its caller. The
-// destructor waits a second for a question under way, then leaves the thread to itself. After fork
-// it does nothing. May fail: never; after the first question that failed or came too late the store
-// counts as dead, and is not queried again.
+// Thread safety: all methods. Ownership: a clone of the store (another connection where the store
+// can make one), which the thread makes before the first question, and anew after one that failed,
+// which is put once more. A question owns its data: it may outlive its caller. The first starts the
+// thread; the destructor waits a second for one under way, then leaves the thread to itself. After
+// fork it does nothing. May fail: never. A question that its client did not wait for is put later,
+// at most kMostLate of them; while one is under way for longer than that, no client waits.
 class StoreWorker final {
  public:
   using Question = std::function<void(c10d::Store&)>;
   using Milliseconds = std::chrono::milliseconds;
 
-  explicit StoreWorker(const c10::intrusive_ptr<c10d::Store>& store);
+  StoreWorker(const c10::intrusive_ptr<c10d::Store>& store, const std::string& thread_name);
   ~StoreWorker();
   StoreWorker(const StoreWorker&) = delete;
   StoreWorker& operator=(const StoreWorker&) = delete;

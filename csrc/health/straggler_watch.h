@@ -3,24 +3,12 @@
 
 #include <chrono>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
 
-#include "base/clock.h"
 #include "health/failure_board.h"
 
 namespace bagua {
-
-// When a wait is reported, and to whom.
-struct StragglerReports {
-  // A wait that has lasted this long is reported, and again at twice, four times ... that; 0:
-  // never.
-  std::chrono::milliseconds after{0};
-  // Called on the waiting thread, without locks; must not throw.
-  std::function<void(const std::string&)> report{};
-  std::shared_ptr<Clock> clock = std::make_shared<SteadyClock>();  // of the lengths of waits
-};
 
 // One wait of one thread. It never delays that wait by more than what the store takes to answer:
 // the two looks at the heartbeats lie between the waiter's own looks at what it waits for.

@@ -133,13 +133,41 @@ class Blame:
     THIS_RANK: Blame
     MAYBE_OTHER: Blame
 
+class Board:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        straggler_after_s: float = 0.0,
+        on_straggler: Callable[[str], None] | None = None,
+    ) -> None: ...
+    def seat(
+        self,
+        name: str,
+        members: list[int],
+        *,
+        title: str = "",
+        unit: str = "round",
+        per_round: bool = False,
+    ) -> FailureBoard: ...
+    def leave(self) -> None: ...
+
 class FailureBoard:
     def __init__(self, store: Store, rank: int, size: int) -> None: ...
     def publish(self, reason: str, blame: Blame = ...) -> None: ...
     def poll(self) -> str | None: ...
     def publish_exit(self, rounds: int) -> None: ...
     def poll_exit(self, round: int) -> str | None: ...
-    def beat(self, round: int, text: str, waits: bool = False) -> None: ...
+    def beat(
+        self,
+        round: int,
+        text: str,
+        waits: bool = False,
+        on_news: Callable[[str], None] | None = None,
+        on_never: Callable[[str], None] | None = None,
+    ) -> None: ...
     def survey(self, round: int, unit: str = "round", everyone: bool = False) -> str: ...
     def diagnose(
         self,

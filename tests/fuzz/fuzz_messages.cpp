@@ -139,21 +139,31 @@ void heartbeat(Input input) {
       input.take_into(written.data(), written.size());
       look.beats.push_back(parse_heartbeat(written));
       const auto& beat = look.beats.back();
-      FUZZ_REQUIRE(!beat || (beat->where.round >= 0 && is_text(beat->where.text)));
+      if (beat) {
+        for (const SeatPosition& position : beat->positions) {
+          FUZZ_REQUIRE(position.where.round >= 0 && is_text(position.where.text) &&
+                       is_text(position.head) && is_text(position.seat));
+        }
+      }
       FUZZ_REQUIRE(!beat || heartbeat_text(*parse_heartbeat(heartbeat_text(*beat))) ==
                                 heartbeat_text(*beat));
     }
-    if (input.take<uint8_t>() % 2) look.failed.insert(input.take<uint8_t>() % 3);
   }
+  const Looker me{.seat = input.take<uint8_t>() % 2 ? "" : "a", .members = {0, 1, 2}, .rank = 0};
   for (const bool everyone : {false, true}) {
     const OtherRanks others =
-        where_others_are(looks[0], looks[1], 0, {.number = round, .everyone = everyone});
+        where_others_are(looks[0], looks[1], me,
+                         {.number = round, .unit = everyone ? "" : "round", .everyone = everyone});
     for (const auto& list : {others.causes, others.failed}) {
       for (const std::string& rank : list) {
         FUZZ_REQUIRE(is_text(rank) && !rank.starts_with("rank 0"));
       }
     }
   }
+  const Heartbeat own{.positions = {{.seat = me.seat, .head = "", .where = {round, true, "", 1}},
+                                    {.seat = "b", .head = "", .where = {1, false, "", 0, 1}}}};
+  const auto reason = never_comes(looks[0], looks[1], me, own);
+  FUZZ_REQUIRE(!reason || is_text(*reason));
 }
 
 std::vector<Bytes> heartbeats() {
@@ -163,7 +173,10 @@ std::vector<Bytes> heartbeats() {
     example.put(int64_t{7});
     for (int64_t number = 0; number < 6; ++number) {
       const int64_t at = number < 5 ? 7 : last_round;
-      const std::string text = heartbeat_text({number, {at, number % 2 == 0, "communicating"}});
+      const SeatPosition lane{
+          .seat = number == 4 ? "a" : "", .head = "", .where = {at, number % 2 == 0, "computing"}};
+      const SeatPosition call{.seat = "b", .head = "call 2 of c", .where = {2, true, "send", 1}};
+      const std::string text = heartbeat_text({.number = number, .positions = {lane, call}});
       example.up_to(static_cast<int64_t>(text.size())).put_from(text.data(), text.size());
       if (number % 3 == 2) example.put(uint8_t{0});
     }

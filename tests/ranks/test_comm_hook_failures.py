@@ -64,7 +64,7 @@ def test_a_model_that_goes_takes_its_threads_along(ranks):
     for handle_gone, parameters_gone, threads in ranks(2, freed):
         assert handle_gone
         assert parameters_gone
-        assert threads >= 2  # the lane and the board
+        assert threads >= 1  # the lane's; the board is the group's
 
 
 ENDINGS = {

@@ -63,23 +63,22 @@ import torch.distributed
 torch.distributed.init_process_group("gloo")
 """
 
-# The thread that watches rank 0's wait is in the store when the wait is over, and comes back from
-# there while the interpreter ends, which takes a while.
-WATCH_IN_THE_STORE = """
-import contextlib, time
-from bagua._core.group import connections, process_group
+# A thread of the board reports a wait when the script ends, and comes back from there, and reports
+# again, while the interpreter ends, which takes a while.
+REPORT_AT_THE_END = """
+import time
+from bagua import _C
 
-ours = process_group.get_default_group().connections
-another = ours.store.clone()
+told = threading.Event()
 
-def ask(self):
-    with contextlib.suppress(torch.distributed.DistStoreError):
-        another.wait(["never"], datetime.timedelta(seconds=1))
+def report(text):
+    told.set()
+    time.sleep(0.5)
 
-connections._BETWEEN_LOOKS_S = 0.0
-connections.Connections.exited_member = ask
-time.sleep(0.2 * bagua.get_rank())
-ours.gather_numbers("a wait", 1)
+board = _C.Board(torch.distributed.HashStore(), 0, 2, straggler_after_s=0.05, on_straggler=report)
+seat = board.seat("phase", [0, 1])
+seat.beat(1, "a wait", True, on_news=report, on_never=report)
+assert told.wait(60)
 
 class Slow:
     def __del__(self, sleep=time.sleep):
@@ -88,7 +87,7 @@ torch.slow = Slow()  # goes with the modules
 """
 
 ENDINGS = {
-    "watch-in-the-store": (script(after=WATCH_IN_THE_STORE), 0, ""),
+    "report-at-the-end": (script(after=REPORT_AT_THE_END), 0, ""),
     "own-torch-group": (script(before=OWN_GROUP), 0, ""),
     "destroyed-by-hand": (script(after="bagua.destroy_process_group()"), 0, ""),
     "own-torch-group-destroyed-first": (

@@ -56,7 +56,7 @@ def test_a_model_keeps_its_handle_and_takes_its_threads_along(ranks):
     for kept, gone, threads in ranks(2, freed):
         assert kept
         assert gone
-        assert threads >= 2  # the lane and the board
+        assert threads >= 1  # the lane's; the board is the group's
 
 
 def test_the_interpreter_ends_cleanly(run_script):

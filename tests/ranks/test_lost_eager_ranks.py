@@ -1,13 +1,17 @@
 """Eager collectives that fail: the error says where the other members are, by call."""
 
+import datetime
 import functools
+import re
 import signal
 import time
 import warnings
 
 import bagua.torch_api as bagua
 import torch
-from support import faults
+import torch.distributed as dist
+from bagua.torch_api.algorithms import ByteGradAlgorithm
+from support import faults, hooked, sharded
 
 SHORT = 3.0
 
@@ -74,6 +78,47 @@ def one_is_slow():
             time.sleep(3.0)
         faults.step(model, optimizer)
     return [str(one.message) for one in caught if one.category is RuntimeWarning]
+
+
+@functools.partial(faults.with_bagua_group, timeout=30.0)
+def one_is_slow_by_other_doors():
+    """Warnings of each door: a communication hook, a sharded model and an eager call."""
+    ddp, handle, _ = hooked.made("small_buckets", ByteGradAlgorithm(hierarchical=False))
+    model, _ = sharded.compressed(weights=True)  # or the forward waits in a gather of torch
+    doors = {
+        "hook": lambda: hooked.plain_step(ddp, 0),
+        "fsdp": lambda: sharded.backward(model, 0),
+        "eager": lambda: bagua.allreduce_inplace(torch.ones(4)),
+    }
+    told = {door: [] for door in doors}
+    store = dist.distributed_c10d._get_default_store()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        for door, call in doors.items():
+            call()
+            call()  # torch's wrapper agrees on new buckets, over torch's group
+
+            def say(message, *_, door=door, **__):
+                if "waited" in str(message):
+                    told[door].append(str(message))
+                    store.clone().set(f"told by {door}", "1")
+
+            warnings.showwarning = say
+            if faults.is_last():
+                store.wait([f"told by {door}"], datetime.timedelta(seconds=20))
+            call()
+    handle.close()
+    return told
+
+
+def test_a_slow_rank_is_a_warning_by_every_door(ranks):
+    told, slow = ranks(2, one_is_slow_by_other_doors, env={"BAGUA_STRAGGLER_SECONDS": "0.3"})
+    assert slow == {"hook": [], "fsdp": [], "eager": []}
+    for door, begin in (("hook", "module '"), ("fsdp", "module '"), ("eager", "communicator '")):
+        assert told[door], door
+        assert told[door][0].startswith(begin)
+        assert "rank 0 of 2" in told[door][0]
+        assert re.search("rank 1 is (1|still in) ", told[door][0]), told[door]
 
 
 def test_a_slow_rank_is_a_warning_on_those_that_wait_for_it(ranks):

@@ -1,15 +1,22 @@
 """Heartbeats: who is silent, behind or ahead, and a store that does not answer."""
 
+import asyncio
+import collections
+import functools
+import itertools
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 from bagua import _C
+from support.processes.thread_names import thread_names
+from support.threads.thread_ranks import run_threads
 
 NOBODY = "No rank is silent, behind or ahead."
 
@@ -110,3 +117,239 @@ def test_a_store_whose_host_is_gone_blocks_no_rank(server, how):
     board.publish_exit(1)
     del board
     assert time.monotonic() - start < 8.0
+
+
+class Counting(dist.Store):
+    """Counts requests to the store behind it, which `hold` keeps from answering."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.requests = inner, collections.Counter()
+        self.hold, self.broken, self.clones = threading.Event(), False, 0
+        self.hold.set()
+
+    def _pass(self, name, *args):
+        self.hold.wait(20.0)
+        if self.broken:
+            raise dist.DistNetworkError("connection reset by peer")
+        self.requests[name] += 1
+        return getattr(self.inner, name)(*args)
+
+    def clone(self):
+        self.clones += 1
+        self.broken = False
+        return self
+
+    def has_extended_api(self):
+        return True
+
+    set = functools.partialmethod(_pass, "set")
+    get = functools.partialmethod(_pass, "get")
+    add = functools.partialmethod(_pass, "add")
+    check = functools.partialmethod(_pass, "check")
+    compare_set = functools.partialmethod(_pass, "compare_set")
+    delete_key = functools.partialmethod(_pass, "delete_key")
+    multi_get = functools.partialmethod(_pass, "multi_get")
+    append = functools.partialmethod(_pass, "append")
+
+
+def threads_of_boards():
+    return sum(name in ("bagua-beats", "bagua-asks") for name in thread_names())
+
+
+def test_a_group_has_one_board_whatever_seats_and_ranks_there_are():
+    size, seats = 64, 8
+    store = Counting(dist.HashStore())
+    for rank in range(1, size):
+        store.inner.set(f"beat/{rank}", f"{rank}\nwrap0 3 0 computing")
+    before = threads_of_boards()
+    board = _C.Board(store, 0, size)
+    waiting = [board.seat(f"wrap{i}", list(range(size))) for i in range(seats)]
+    for seat in waiting:
+        seat.beat(3, "bucket 'a' is under way", True, on_news=str)
+    time.sleep(0.3)
+    store.requests.clear()
+    time.sleep(2.0)
+    # A heartbeat and a look at the count of the news, twice a second.
+    assert 3 <= store.requests["set"] <= 5
+    assert 3 <= store.requests["add"] <= 5
+    assert store.requests.total() <= 10
+    assert threads_of_boards() - before == 2
+    assert store.clones <= 2
+    keys = store.inner.num_keys()
+    store.requests.clear()
+    assert "rank 63 was killed" in waiting[0].survey(3)  # nobody beats here
+    assert store.requests["multi_get"] == 2
+    assert store.requests["check"] == 1  # whether all have ever beaten
+    assert store.inner.num_keys() == keys == size + 1
+
+
+def test_seats_come_and_go_without_leaving_keys():
+    store = dist.HashStore()
+    boards = [_C.Board(store, rank, 2) for rank in range(2)]
+    keys = []
+    for wrap in range(12):
+        lanes = [board.seat(f"wrap{wrap}", [0, 1]) for board in boards]
+        for lane in lanes:
+            lane.beat(wrap, "computing")
+        lanes[0].publish_exit(7)
+        assert lanes[1].poll_exit(8) == "rank 0 exited after 7 rounds"
+        lanes[1].publish_exit(8)
+        time.sleep(0.01)
+        keys.append(store.num_keys())
+    assert keys[1:] == keys[:1] * 11 or set(keys[4:]) == {keys[-1]}
+
+
+def test_failures_of_a_seat_that_counts_by_rounds_are_forgotten_with_the_round():
+    store = dist.HashStore()
+    zero, one = (
+        _C.Board(store, rank, 2).seat("phase", [0, 1], per_round=True) for rank in range(2)
+    )
+    for phase in (1, 2):
+        for seat in (zero, one):
+            seat.beat(phase, f"call {phase}", waits=True)
+        assert zero.poll() is None
+        one.publish(f"out of paper in {phase}", _C.Blame.MAYBE_OTHER)
+        assert zero.poll() == f"rank 1: out of paper in {phase}"
+        assert "rank 1 has failed too" in zero.survey(phase, "", everyone=True)
+    assert store.num_keys() == 4  # two heartbeats, the count of news, the last failure
+
+
+def group_of_two(store, reports, after=0.1):
+    """A seat of a lane and one of calls, of both ranks of a group."""
+    result = []
+    for rank in range(2):
+        board = _C.Board(store, rank, 2, straggler_after_s=after, on_straggler=reports.append)
+        lane = board.seat("wrap1", [0, 1], title="module 'Net'")
+        calls = board.seat("eager/global", [0, 1], title="communicator 'global'", unit="call")
+        result.append((lane, calls))
+    return result
+
+
+def test_a_wait_tells_in_which_other_call_the_missing_rank_is():
+    reports = []
+    (lane, calls), (other_lane, _) = group_of_two(dist.HashStore(), reports)
+    lane.beat(2, "between two rounds")
+    other_lane.beat(3, "0 of 2 buckets are done", waits=True)
+    calls.beat(1, "broadcast in save_checkpoint", True, on_never=reports.append)
+    deadline = time.monotonic() + 10.0
+    while len(reports) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    warning, reason = reports[:2]
+    there = "round 3 of module 'Net': 0 of 2 buckets are done"
+    assert (
+        "communicator 'global', rank 0 of 2, call 1: waiting for other ranks, has wait" in warning
+    )
+    assert "(broadcast in save_checkpoint)" in warning
+    assert f"rank 1 has not come to this call: it waits in {there}" in warning
+    assert reason == (
+        f"rank 1 does not make this call: it waits in {there}, which this rank has not begun, so "
+        "that each waits for the other"
+    )
+
+
+def test_a_wait_of_another_thread_is_not_taken_for_one_that_never_ends():
+    reports, never = [], []
+    (lane, calls), (other_lane, _) = group_of_two(dist.HashStore(), reports)
+    run_threads(1, lambda _: lane.beat(2, "between two rounds"))
+    other_lane.beat(3, "0 of 2 buckets are done", waits=True)
+    calls.beat(1, "broadcast", True, on_never=never.append)
+    deadline = time.monotonic() + 10.0
+    while len(reports) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(reports) >= 2
+    assert never == []
+
+
+def test_a_long_heartbeat_is_cut_and_nobody_called_absent_is_blamed():
+    store = dist.HashStore()
+    zero, one = (_C.Board(store, rank, 2) for rank in range(2))
+    seats = [one.seat(f"wrap{i}", [0, 1], title="module 'Net'") for i in range(60)]
+    for seat in seats:
+        seat.beat(1, "computing " + 300 * "x")
+    time.sleep(0.7)
+    assert len(store.get("beat/1")) <= 2048
+    assert "as far as it can be seen" in zero.seat("wrap59", [0, 1]).survey(1) or (
+        "rank 1 has not come to this round: it is in round 1 of module 'Net'"
+        in zero.seat("wrap59", [0, 1]).survey(1)
+    )
+
+
+def test_a_store_that_was_slow_is_asked_again_and_heartbeats_go_on():
+    inner = dist.HashStore()
+    store = Counting(inner)
+    mine, other = _C.FailureBoard(store, 0, 2), _C.FailureBoard(inner, 1, 2)
+    mine.beat(5, "waiting", waits=True)
+    other.beat(5, "waiting", waits=True)
+    time.sleep(0.3)
+    store.hold.clear()
+    assert mine.survey(5).startswith("The job's store does not answer")
+    start = time.monotonic()
+    assert mine.survey(5).startswith("The job's store does not answer")
+    assert time.monotonic() - start < 1.0  # nobody waits for what is late already
+    silent = inner.get("beat/0")
+    store.hold.set()
+    time.sleep(1.0)
+    assert inner.get("beat/0") != silent
+    assert mine.survey(5) == other.survey(5) == NOBODY
+
+
+def test_a_connection_that_broke_is_made_anew():
+    store = Counting(dist.HashStore())
+    board = _C.FailureBoard(store, 0, 2)
+    board.beat(5, "waiting", waits=True)
+    time.sleep(0.2)
+    before, clones = store.inner.get("beat/0"), store.clones
+    store.broken = True
+    time.sleep(1.2)
+    assert store.clones > clones
+    assert store.inner.get("beat/0") != before
+    assert board.survey(5) == "Where the others are: rank 1 has sent no heartbeat."
+
+
+def link_of(port, rtt):
+    """A port at which the store is `rtt` seconds away, and what ends that."""
+    loop = asyncio.new_event_loop()
+
+    async def pump(reader, writer):
+        while data := await reader.read(65536):
+            loop.call_later(rtt / 2, writer.write, data)
+
+    async def client(reader, writer):
+        there = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(pump(reader, there[1]), pump(there[0], writer))
+
+    started = loop.run_until_complete(asyncio.start_server(client, "127.0.0.1", 0))
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return started.sockets[0].getsockname()[1], lambda: loop.call_soon_threadsafe(loop.stop)
+
+
+def test_a_killed_rank_of_64_is_named_rightly_by_one_200_ms_away():
+    near = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    size, over = 64, threading.Event()
+
+    def live():
+        for number in itertools.count():
+            for rank in range(1, size - 1):
+                near.set(f"beat/{rank}", f"{number} 5 1 waiting")
+            if over.wait(0.3):
+                return
+
+    near.set(f"beat/{size - 1}", "9 5 0 computing")
+    alive = threading.Thread(target=live)
+    alive.start()
+    port, end = link_of(near.port, 0.2)
+    try:
+        board = _C.FailureBoard(dist.TCPStore("127.0.0.1", port, is_master=False), 0, size)
+        board.beat(5, "waiting", waits=True)
+        time.sleep(1.0)
+        seen = board.survey(5)
+    finally:
+        over.set()
+        alive.join()
+        del board
+        end()
+    assert seen == (
+        "Where the others are: rank 63 was killed, stopped or cut off: silent for over a second, "
+        "last in round 5 (computing)."
+    )

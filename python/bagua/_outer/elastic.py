@@ -52,9 +52,9 @@ from bagua._core.group.membership import (
     store_needed,
 )
 from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.group.warn import warn_here
 from bagua._core.state.initial_state import broadcast_optimizer, broadcast_tensors
 from bagua._outer.strategies import FixedRanks
-from bagua._sync.engine import warn_here
 
 if TYPE_CHECKING:
     from bagua._outer.loop import OuterLoop, OuterState

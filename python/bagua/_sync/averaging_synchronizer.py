@@ -105,7 +105,7 @@ class AveragingSynchronizer(Synchronizer):
             name=self._name,
             interval_s=min(op.sync_interval_ms for op in operations) / 1000,
             timeout_s=connections.timeout.total_seconds(),
-            board=connections.board(wrap),
+            board=connections.board(wrap, f"module '{self._name}'"),
         )
         self._operations = operations
         for op in operations:

@@ -18,7 +18,7 @@ from bagua import _C
 from bagua._core.group import environment as env
 from bagua._core.group.connections import fingerprint
 from bagua._core.group.process_group import BaguaProcessGroup
-from bagua._core.group.warn import warn
+from bagua._core.group.warn import warn_here
 from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.snapshot import warn_past_wrapper, warn_unused
 from bagua._ops.operations import Lane, make_ops
@@ -54,12 +54,6 @@ def describe(buckets: Sequence[BaguaBucket]) -> list[str]:
         lines.append(f"bucket {bucket.name}: {flat.numel()} x {flat.dtype}, ops {ops}")
         lines += [f"bucket {bucket.name}: {slot.name} at {slot.offset}" for slot in bucket.slots()]
     return lines
-
-
-def warn_here(text: str) -> None:
-    """Warn of what is no reason to end a step, not even where warnings are errors."""
-    with contextlib.suppress(Warning):
-        warn(text, RuntimeWarning, each_rank=True)
 
 
 def _number_of_lanes(buckets: Sequence[BaguaBucket]) -> int:
@@ -119,7 +113,7 @@ def _build(
         incarnation=connections.incarnation(),
         timeout_s=connections.timeout.total_seconds(),
         control=connections.connect(f"{wrap}/control", "cpu"),
-        board=connections.board(wrap),
+        board=connections.board(wrap, f"module '{name}'"),
         straggler_after_s=env.get_straggler_seconds(),
         on_straggler=warn_here,
         weights=weights,

@@ -29,7 +29,7 @@ class LaneHandle:
             incarnation=self._connections.incarnation(),
             ops=list(lane.communicators.values()),
             control=self._connections.connect(f"{wrap}/control", "cpu"),
-            board=self._connections.board(wrap),
+            board=self._connections.board(wrap, f"module '{name}'"),
         )
         close_at_exit(self)
 

@@ -73,6 +73,17 @@ def save_checkpoint(
         BaguaError: another rank has failed; names it, with the reason.
     """
     joined = _members(group)
+    with joined.connections.act("save_checkpoint"):
+        return _save(joined, folder, state, step, keep)
+
+
+def _save(
+    joined: BaguaProcessGroup,
+    folder: str | PathLike[str],
+    state: Mapping[str, Any],
+    step: int,
+    keep: int,
+) -> Path:
     rank, comm = joined.rank, joined.get_global_communicator()
     tried = _Tries(joined, "save_checkpoint", f"write step {step}", _KEPT)
     place, owner = Path(), uuid.uuid4().hex
@@ -290,6 +301,13 @@ def load_latest(
         first = load_latest(folder, state) or 0
     """
     joined = _members(group)
+    with joined.connections.act("load_latest"):
+        return _load(joined, folder, state)
+
+
+def _load(
+    joined: BaguaProcessGroup, folder: str | PathLike[str], state: Mapping[str, Any]
+) -> int | None:
     tried, root = _Tries(joined, "load_latest", f"look into {folder}"), Path()
     with tried:
         _check_state(state)

@@ -13,9 +13,9 @@ import torch
 from bagua import _C
 from bagua._core.group.connections import Connections, MainThreadTraffic
 from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.group.warn import warn_here
 from bagua._core.state.bagua_tensor import record_of
 from bagua._ops.operations import Operation
-from bagua._sync.engine import warn_here
 from bagua._sync.synchronizer import Synchronizer
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from bagua import _C
 from bagua._core.group import environment as env
-from bagua._core.group.rendezvous import lines_in, number_in, stored_number
-from bagua._core.group.warn import warn
+from bagua._core.group.rendezvous import lines_in, number_in
+from bagua._core.group.warn import warn_here
 
 #: Names of what a communicator has moved.
 MOVED = ("bytes_sent", "bytes_received", "messages_sent", "messages_received")
@@ -34,11 +35,6 @@ MOVED = ("bytes_sent", "bytes_received", "messages_sent", "messages_received")
 TRAFFIC = (*MOVED, "shm_bytes", "wire_ns")
 
 _NCCL = "libnccl.so.2"
-
-#: Seconds between two looks of a phase at the ranks that have exited.
-_BETWEEN_LOOKS_S = 1.0
-#: Seconds that the end of a phase waits for the answer to its last look.
-_SECONDS_FOR_AN_ANSWER = 2.0
 
 #: Seconds between two questions whether a call that connects is to be given up.
 _BETWEEN_QUESTIONS_S = 0.1
@@ -90,6 +86,34 @@ def cuda_transport() -> str:
     return comm if comm in ("nccl", "c10d", "gloo") else "nccl" if _C.has_nccl else "c10d"
 
 
+class Wait:
+    """Waits of one thread for other ranks, one at a time, each of which another thread may end.
+
+    ``ended``: why it did, else empty. ``never``: whether because a rank never comes.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._abort: Callable[[str], None] | None = None
+        self.ended = ""
+        self.never = False
+
+    def begin(self, abort: Callable[[str], None]) -> None:
+        with self._lock:
+            self._abort, self.ended, self.never = abort, "", False
+
+    def over(self) -> None:
+        with self._lock:
+            self._abort = None
+
+    def end(self, reason: str, *, never: bool = False) -> None:
+        """End the wait, unless it is over: what comes next is not to be aborted."""
+        with self._lock:
+            if self._abort is not None:
+                self.ended, self.never = reason, never
+                self._abort(reason)
+
+
 class Connections:
     """Connections between the members of a group, over prefixes of its store.
 
@@ -115,11 +139,14 @@ class Connections:
         self._told_why_unshared = False
         self._phases = 0
         self._in_phase = False
-        self._watch: _PhaseWatch | None = None
+        self._act = ""
+        self._wait = Wait()
+        self._board: _C.Board | None = None
+        self._phase_seat: _C.FailureBoard | None = None
         self._wraps = 0
         self._node = env.get_node_number() if node is None else node
         self._came: set[str] = set()  # to meetings that were left by an exception
-        self._waits_in: _C.Gathering | None = None  # the main thread, in a phase
+        self._waits_in: _C.Gathering | None = None  # the main thread
         if rank >= 0:  # before anyone can wait for it
             self._meeting_of_nodes = self._meeting("nodes", list(range(self.size)))
             self._meeting_of_nodes.bring(str(self._node))
@@ -127,6 +154,11 @@ class Connections:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def in_phase(self) -> bool:
+        """Whether the main thread is in a collective phase, whose seat tells its waits."""
+        return self._in_phase
 
     def next_wrap(self) -> str:
         """A name for the next wrap, equal on all members."""
@@ -140,47 +172,101 @@ class Connections:
         A phase inside another one is part of it. Ranks outside the group do nothing. Main thread
         only.
         """
-        alone = self._in_phase or self.rank < 0
-        self._phases += not alone
-        board = None if alone else self.board(f"phase{self._phases}")
-        if board is None:
+        seat = None if self._in_phase or self.rank < 0 else self._seat_of_phases()
+        if seat is None:
             yield
             return
-        board.beat(self._phases, what, waits=True)
+        self._phases += 1
+        what, wait = self.told(what), self._wait
+        ends, never = partial(self._end_phase, wait, what), partial(self.give_up, wait, what)
+        wait.begin(self.abort)
+        seat.beat(self._phases, what, True, ends, never)
         self._in_phase = True
-        self._watch = watch = _PhaseWatch(self, board, what)
         try:
-            with watch:
-                yield
+            yield
         except _C.BaguaMismatchError:
             raise
         except KeyboardInterrupt:
-            board.publish(f"{what}: rank {self.rank} was interrupted")
+            seat.publish(f"{what}: rank {self.rank} was interrupted")
             raise
         except (_C.BaguaError, dist.DistError) as error:
-            board.publish(str(error), _C.Blame.MAYBE_OTHER)
+            seat.publish(str(error), _C.Blame.MAYBE_OTHER)
             kind = type(error) if isinstance(error, _C.BaguaError) else _C.BaguaError
-            seen = f"{what}, rank {self.rank} of {self.size}: {watch.exited or error}"
-            if watch.exited:
+            seen = f"{what}, rank {self.rank} of {self.size}: {wait.ended or error}"
+            if wait.never:
                 raise _C.BaguaError(seen) from error
-            raise kind(board.diagnose(seen, self._phases, "phase", everyone=True)) from error
+            raise kind(seat.diagnose(seen, self._phases, "", everyone=True)) from error
         finally:
+            wait.over()
             self._in_phase = False
-            self._watch = None
+            seat.beat(self._phases, what)
+
+    @contextmanager
+    def act(self, name: str) -> Iterator[None]:
+        """Have the calls inside be told as those of ``name``, which every member calls."""
+        before, self._act = self._act, name
+        try:
+            yield
+        finally:
+            self._act = before
+
+    def told(self, call: str) -> str:
+        """A call, with the act that it is part of."""
+        return f"{call} in {self._act}" if self._act else call
+
+    @contextmanager
+    def waiting(self, wait: Wait, abort: Callable[[str], None]) -> Iterator[None]:
+        """Have ``wait`` end what waits inside, by ``abort`` or while it connects.
+
+        In a phase it is the phase that is waited for.
+        """
+        if self._in_phase:
+            yield
+            return
+
+        def end(reason: str) -> None:
+            abort(reason)
+            self._end_meeting(reason)
+
+        before, self._wait = self._wait, wait
+        wait.begin(end)
+        try:
+            yield
+        finally:
+            wait.over()
+            self._wait = before
+
+    def give_up(self, wait: Wait, call: str, reason: str) -> None:
+        """End a wait for a member that never comes to the call. From any thread."""
+        wait.end(
+            f"{reason}. Every rank of the group must call {self._act or call}: look for a "
+            "condition such as `if rank == 0` around it.",
+            never=True,
+        )
+
+    def _end_phase(self, wait: Wait, what: str, news: str) -> None:
+        """On a thread of the board: another member has failed in this phase, or exited."""
+        member, exited, _ = news.partition(" exited after ")
+        if exited:
+            self.give_up(wait, what, f"{member} has exited, and takes no part")
+        else:
+            wait.end(news)
+
+    def _seat_of_phases(self) -> _C.FailureBoard | None:
+        if self._phase_seat is None:
+            self._phase_seat = self.board("phase", "", per_round=True)
+        return self._phase_seat
+
+    def begin_beating(self) -> None:
+        """Let the other members see that this one lives."""
+        if self.rank >= 0 and (seat := self._seat_of_phases()) is not None:
+            seat.beat(0, "init_process_group")
 
     def publish_exit(self) -> None:
         """Tell the members that this one takes part in no further phase. Never raises."""
-        if self.rank >= 0 and self.size > 1:
-            with suppress(RuntimeError):  # the process with the store may be gone
-                self.store.set(f"exited/{self.rank}", str(self._phases))
-
-    def exited_member(self) -> int | None:
-        """A member that has exited without coming to the phase of this one."""
-        for rank in range(self.size):
-            key = f"exited/{rank}"
-            if self.store.check([key]) and stored_number(self.store, key, 2**63) < self._phases:
-                return rank
-        return None
+        if self._board is not None and (seat := self._seat_of_phases()) is not None:
+            seat.publish_exit(self._phases)
+            self._board.leave()
 
     def _meeting(self, name: str, members: list[int]) -> _C.Gathering:
         """A meeting of ``members`` in the store."""
@@ -192,11 +278,10 @@ class Connections:
     def _met(
         self, name: str, members: list[int], begun: _C.Gathering | None = None
     ) -> Iterator[_C.Gathering]:
-        """A meeting that is held inside, and that :meth:`abort` ends."""
+        """A meeting that is held inside, and that the end of a wait ends."""
         meeting, key = begun or self._meeting(name, members), _key_of(name, members)
         self._came.add(key)
-        if self._in_phase:
-            self._waits_in = meeting
+        self._waits_in = meeting
         try:
             yield meeting
         except _C.BaguaTimeoutError as error:
@@ -216,11 +301,11 @@ class Connections:
 
         gloo itself waits five times as long for each peer, and hears of no failure.
         """
-        deadline = time.monotonic() + self.timeout.total_seconds()
+        wait, deadline = self._wait, time.monotonic() + self.timeout.total_seconds()
 
         def hopeless() -> str:
-            if self._watch is not None and (news := self._watch.news()):
-                return news
+            if wait.ended:
+                return wait.ended
             late = time.monotonic() > deadline
             return f"timed out after {self.timeout.total_seconds():g} s" if late else ""
 
@@ -230,6 +315,9 @@ class Connections:
         """End what the main thread waits for in a communicator: it raises ``reason``."""
         for communicator in list(self._main.values()):
             communicator.abort(reason)
+        self._end_meeting(reason)
+
+    def _end_meeting(self, reason: str) -> None:
         if (meeting := self._waits_in) is not None:
             meeting.give_up(reason)
 
@@ -461,13 +549,31 @@ class Connections:
             )
         return creator.creator_fn(store, rank, size, self.timeout)
 
-    def board(self, name: str, members: list[int] | None = None) -> _C.FailureBoard | None:
-        """Board on which ``members`` (default: all) publish failures; None for a single rank."""
+    def board(
+        self,
+        name: str,
+        title: str,
+        unit: str = "round",
+        members: list[int] | None = None,
+        *,
+        per_round: bool = False,
+    ) -> _C.FailureBoard | None:
+        """A seat for ``members`` (default: all) at the group's board; None for a single rank.
+
+        ``name``: short, equal on all members. ``title``: what the others are told, with ``unit``.
+        """
         members = list(range(self.size)) if members is None else members
         if len(members) == 1:
             return None
-        store = self._store_of(f"board/{name}", members)
-        return _C.FailureBoard(store, members.index(self.rank), len(members))
+        if self._board is None:
+            self._board = _C.Board(
+                c10d.PrefixStore("board", self.store),
+                self.rank,
+                self.size,
+                straggler_after_s=env.get_straggler_seconds(),
+                on_straggler=warn_here,
+            )
+        return self._board.seat(name, members, title=title, unit=unit, per_round=per_round)
 
     def incarnation(self) -> int:
         """A random number that the members share, and that no other call of theirs returns."""
@@ -568,62 +674,6 @@ def _gloo(
     made = call_until(hopeless, lambda: dist.ProcessGroupGloo(store, rank, size, timeout))
     sockets.keep_from_children()
     return made
-
-
-class _PhaseWatch(threading.Thread):
-    """Says whom a phase waits for, and ends the wait for a rank that has exited.
-
-    ``exited``: what to say of such a rank; empty: none has been seen.
-    """
-
-    def __init__(self, connections: Connections, board: _C.FailureBoard, what: str) -> None:
-        super().__init__(name="bagua phase", daemon=True)
-        self.exited = ""
-        self._connections = connections
-        self._board = board
-        self._what = what
-        self._over = threading.Event()
-
-    def __enter__(self) -> None:
-        self.start()
-
-    def __exit__(self, *_: Any) -> None:
-        # A thread that comes back from a question to the store while the interpreter ends would end
-        # the process: Note [Drops at exit].
-        self._over.set()
-        self.join(_SECONDS_FOR_AN_ANSWER)
-
-    def news(self) -> str:
-        """Of a rank that has exited or failed; empty: there are none."""
-        return self.exited or self._board.poll() or ""
-
-    def run(self) -> None:
-        start = time.monotonic()
-        report_after = env.get_straggler_seconds()
-        # The main thread raises what is wrong with the store.
-        with suppress(RuntimeError):
-            while not self._over.wait(_BETWEEN_LOOKS_S):
-                rank = self._connections.exited_member()
-                if rank is not None and not self._over.is_set():
-                    self.exited = (
-                        f"rank {rank} has exited, and takes no part. Every rank of the group calls "
-                        "this: look for a condition such as `if rank == 0` around it."
-                    )
-                    return self._connections.abort(self.exited)
-                waited = time.monotonic() - start
-                if 0 < report_after <= waited:
-                    report_after = 2 * waited
-                    self._report(waited)
-
-    def _report(self, waited: float) -> None:
-        others = self._board.survey(self._connections._phases, "phase", True)
-        me = f"rank {self._connections.rank} of {self._connections.size}"
-        with suppress(Warning):
-            warn(
-                f"{self._what}, {me}: waiting for other ranks for {waited:.0f} s. {others}",
-                RuntimeWarning,
-                each_rank=True,
-            )
 
 
 def gpu_identity(device: torch.device) -> str:

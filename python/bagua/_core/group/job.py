@@ -187,6 +187,7 @@ def _make_default_group(timeout: timedelta | None, comes_back: bool, keys: c10d.
     keep_connections(keys, timeout)
     members = [dist.get_rank()] if comes_back else range(dist.get_world_size())
     group = BaguaProcessGroup(members, _DEFAULT, _store_of(_DEFAULT, keys), timeout)
+    keep_connections(keys, timeout)  # those that were accepted while the store's got its options
     group.waits_to_join = comes_back
     set_default_group(group)
     _end_in_one_line()

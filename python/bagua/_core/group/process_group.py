@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -16,7 +17,13 @@ from torch.distributed import distributed_c10d as c10d
 
 from bagua import _C
 from bagua._core.group import environment as env
-from bagua._core.group.connections import TRAFFIC, Connections, cuda_transport, total_traffic
+from bagua._core.group.connections import (
+    TRAFFIC,
+    Connections,
+    Wait,
+    cuda_transport,
+    total_traffic,
+)
 from bagua._core.group.membership import Membership
 from bagua._core.group.warn import speak_through
 
@@ -123,6 +130,7 @@ class Communicator:
         self._connected: dict[tuple[str, int | None], _C.CountingCommunicator] = {}
         self._board: _C.FailureBoard | None = None
         self._calls = 0
+        self._wait = Wait()
         self._ended: str | None = None
 
     def rank(self) -> int:
@@ -155,8 +163,7 @@ class Communicator:
     def abort(self) -> None:
         """Make later calls raise, and end calls in flight where the transport can."""
         self._ended = "the communicator was aborted"
-        for connected in list(self._connected.values()):
-            connected.abort(self._ended)
+        self._abort_all(self._ended)
 
     def check_abort(self) -> bool:
         """Whether :meth:`abort` was called, or the process group was destroyed."""
@@ -207,27 +214,41 @@ class Communicator:
         if self._ended is not None:
             raise _C.BaguaError(f"{name}: {self._ended}")
         if self._board is None:
-            self._board = self._connections.board(f"eager/{self._name}", self._members)
-        self._note(call, name, waits=True)
+            title = f"communicator '{self._name}'"
+            self._board = self._connections.board(
+                f"eager/{self._name}", title, "call", self._members
+            )
+        self._note(call, name, waits=True, watched=not self._connections.in_phase)
         try:
-            connected = self._connect(device, peer, sums_of_torch)
-            move(connected)
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
-                # NCCL fails on the device after its call has returned; the next call raises.
-                connected.exchange([], [])
+            with self._connections.waiting(self._wait, self._abort_all):
+                connected = self._connect(device, peer, sums_of_torch)
+                move(connected)
+                if device.type != "cpu":
+                    torch.accelerator.synchronize(device)
+                    # NCCL fails on the device after its call has returned; the next call raises.
+                    connected.exchange([], [])
         except KeyboardInterrupt:
+            self._note(call, name, waits=False)
             self._ended = f"rank {self._rank} was interrupted in its {name}"
             if self._board is not None:
                 self._board.publish(self._ended)
             raise
         except _C.BaguaError as error:
+            self._note(call, name, waits=True)
             raise self._failure(name, call, peer, error) from error
         self._note(self._calls, f"after its {name}", waits=False)
 
-    def _note(self, call: int, text: str, waits: bool) -> None:
-        if self._board is not None:
-            self._board.beat(call, text, waits)
+    def _note(self, call: int, text: str, waits: bool, watched: bool = False) -> None:
+        if self._board is None:
+            return
+        connections = self._connections
+        # Until the next note: it refers to this object.
+        never = partial(connections.give_up, self._wait, text) if watched else None
+        self._board.beat(call, connections.told(text), waits, on_never=never)
+
+    def _abort_all(self, reason: str) -> None:
+        for connected in list(self._connected.values()):
+            connected.abort(reason)
 
     def _connect(
         self, device: torch.device, peer: int | None, sums_of_torch: bool = False
@@ -259,15 +280,16 @@ class Communicator:
         self, name: str, call: int, peer: int | None, error: _C.BaguaError
     ) -> _C.BaguaError:
         """The error of a call, explained: Note [Diagnosis] in the C++ core."""
-        text = str(error)
+        text = self._wait.ended or str(error)
         if peer is not None:
             first, second = sorted((self._rank, peer))
             text = f"between ranks {first} and {second}: {text}"
         text = text.rstrip(".")
-        seen = (
-            f"{name}, call {call} on rank {self._rank} of {self.nranks()}, failed: {text}. "
-            "Every member must make the same call with the same sizes and dtypes."
-        )
+        seen = f"{name}, call {call} on rank {self._rank} of {self.nranks()}, failed: {text}. "
+        if self._wait.never:
+            self._ended = text
+            return _C.BaguaError(seen.rstrip())
+        seen += "Every member must make the same call with the same sizes and dtypes."
         if self._board is not None:
             self._board.publish(text, _C.Blame.MAYBE_OTHER)
             seen = self._board.diagnose(seen, call, "call", everyone=True, peer=peer)
@@ -334,6 +356,7 @@ class BaguaProcessGroup:
     def _connect(self, ranks: Sequence[int], store: c10d.Store) -> None:
         self.ranks = sorted(ranks)
         self.connections = self._connections_of(self.ranks, store)
+        self.connections.begin_beating()
 
     def _connections_of(self, ranks: list[int], store: c10d.Store) -> Connections:
         """New ones between ``ranks``, numbered in that order."""

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import warnings
+from contextlib import suppress
 from types import FrameType
 
 import torch.distributed as dist
@@ -51,6 +52,12 @@ def warn(text: str, category: type[Warning] = UserWarning, *, each_rank: bool = 
         frame.f_globals.get("__name__"),
         frame.f_globals.setdefault("__warningregistry__", {}),
     )
+
+
+def warn_here(text: str) -> None:
+    """Warn of what is no reason to end a step, not even where warnings are errors."""
+    with suppress(Warning):
+        warn(text, RuntimeWarning, each_rank=True)
 
 
 def _speaks(text: str) -> bool:
