@@ -532,7 +532,8 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
             self._plan(self._wrapped())
         outer = self._new_state() if self._loop is None else self._loop.state
         counters = {key: _count_of(state, key) for key in outer.counters}
-        same_plan = state.get(_PLAN, self._digest()) == self._digest()
+        plan = self._digest()
+        same_plan = saved_count({_PLAN: plan, **state}, _PLAN, _OWNER) == plan
         self._check(counters, same_plan)
         same_ranks = saved_count(state, "ranks", _OWNER) == self.process_group.size
         state, same_shards = self._shards().loaded(state)
@@ -609,12 +610,12 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
                 f"{_OWNER}: saved with fragment {counters['in_flight']} in flight, there are "
                 f"only {schedule.fragments} now. Give the fragments that it was saved with."
             )
-        why = ""
+        why, most = "", schedule.steps_to_launch(counters["steps"])
         if not same_plan:
             why = "other fragments. Give the fragments"
         elif schedule.overlap == 0:
             why = "overlap_steps, which are 0 now. Give the overlap_steps"
-        elif not 1 <= counters["due"] <= (most := schedule.steps_to_launch(counters["steps"])):
+        elif not 1 <= counters["due"] <= most:
             why = (
                 f"a result due in {counters['due']} steps, where the next fragment is launched "
                 f"in {most} now. Give the interval, fragments and overlap_steps"
