@@ -266,6 +266,8 @@ def test_an_archive_that_allocates_by_its_numbers_is_refused_before():
 def test_plain_values_of_every_kind_come_back_from_an_archive():
     values = [v for v in STRANGE if not isinstance(v, (type, range)) and v not in (b"\xff",)]
     values += [bytearray(b"ab"), b"cd", 1j, {1}, torch.float16, torch.Size([2]), torch.eye(2)]
+    again = (0.9, [0.99])
+    values += [[again, again, {"a": again[1]}]]
     values += [torch.device("cpu"), torch.eye(2).to_sparse(), torch.nn.Parameter(torch.ones(1))]
     for value in values:
         if isinstance(value, str) and "\ud7ff" in value:

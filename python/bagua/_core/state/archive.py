@@ -98,7 +98,7 @@ def _check_program(program: bytes) -> None:
             continue
         if kind in ("BINGET", "LONG_BINGET"):
             kind = memo[argument]
-            kind = kind if " " in kind or kind in _TEXT else "a value again"
+            kind = kind if " " in kind or kind in _TEXT else "AGAIN"
         elif kind == "GLOBAL":
             kind = str(argument)
         elif kind not in _WITHOUT_CALLS and not (trusted and kind in ("NEWOBJ", "BUILD")):
