@@ -11,6 +11,7 @@ from bagua._core.eager import objects as _objects
 from bagua._core.group import rendezvous as _rendezvous
 from bagua._core.state import initial_state as _initial_state
 from support.mutations import attempt, chances, changed_bytes, json_of
+from support.options import StrangeSGD
 
 INPUTS = 4000
 SEED = 20
@@ -38,29 +39,26 @@ def lbfgs():
     return optimizer
 
 
-def entries_of(rows):
-    for row in rows:
-        yield from row.values()
+def strange():
+    return StrangeSGD(torch.nn.Linear(5, 3).parameters(), 2, state=True)
 
 
-def announced(entry):
-    if "tensor" in entry:
-        return _initial_state.tensor_like(entry, None, torch.device("cpu")).nbytes
-    return sum(announced(item) for key in ("list", "tuple") for item in entry.get(key, []))
+def text_of(optimizer):
+    return _initial_state.describe_optimizer(optimizer)[0]
 
 
-@pytest.mark.parametrize("make", [adam, lbfgs])
+@pytest.mark.parametrize("make", [adam, lbfgs, strange])
 def test_a_description_is_read_back(make):
     optimizer = make()
-    text = _initial_state.describe_optimizer(optimizer)
-    states, groups = _initial_state.read_description(text.encode(), optimizer)
-    assert {"state": states, "groups": groups} == json.loads(text)
+    text = text_of(optimizer)
+    states, others, groups, _ = _initial_state.read_description(text.encode(), optimizer)
+    assert {"state": states, "others": others, "groups": groups} == json.loads(text)
 
 
-@pytest.mark.parametrize("make", [adam, lbfgs])
+@pytest.mark.parametrize("make", [adam, lbfgs, strange])
 def test_any_description_of_an_optimizer_is_refused_by_name_or_fits_in_memory(make):
     optimizer = make()
-    text = _initial_state.describe_optimizer(optimizer)
+    text = text_of(optimizer)
     whole = json.loads(text)
     refused = 0
     for number, chance in chances(INPUTS, SEED):
@@ -75,12 +73,15 @@ def test_any_description_of_an_optimizer_is_refused_by_name_or_fits_in_memory(ma
             refused += 1
             assert "was refused: " in message, number
             continue
-        states, groups = read
+        states, others, groups, reader = read
         assert [len(states), len(groups)] == [2, 1], number
-        assert sum(announced(e) for e in entries_of([*states, *groups])) < 2**25, number
+        for entry in [*filter(None, states), others, *groups]:
+            reader.value(entry)
+        assert sum(tensor.nbytes for tensor in reader.tensors) < 2**25, number
     assert INPUTS * 0.4 < refused < INPUTS
 
 
+BYTES = {"tensor": "uint8", "shape": [0], "device": "cpu"}
 HOSTILE = {
     "too_large": ({"tensor": "float32", "shape": [2**40], "device": "cpu"}, "bytes, more than"),
     "many_dimensions": ({"tensor": "float32", "shape": [1] * 65, "device": "cpu"}, "no shape"),
@@ -92,30 +93,45 @@ HOSTILE = {
     "code": ({"pickle": "gASV"}, "is no tensor, value"),
     "more": ({"value": 1, "tensor": "float32"}, "is no tensor, value"),
     "object": ({"value": {"a": 1}}, "is no plain value"),
+    "import": ({"own": "os.system"}, "needs 'os.system', which this rank's own optimizer does not"),
+    "made": ({"own": "bytearray", "fields": [{"value": 2**40}]}, "needs 'bytearray'"),
+    "number": ({"bytearray": 2**40}, "is no bytearray"),
+    "array": ({"array": "<f8", "shape": [2**40], "bytes": BYTES}, "is no array of shape"),
+    "wide": ({"array": "<U0", "shape": [2**40], "bytes": BYTES}, "is no array of shape"),
+    "objects": ({"array": "|O8", "shape": [1], "bytes": BYTES}, "is of no dtype of numpy"),
+    "text": ({"scalar": "<U999999999", "hex": ""}, "is no scalar"),
+    "key": ({"dict": [[{"list": []}, {"value": 1}]]}, "has a key that cannot be one"),
+    "set": ({"set": [{"tuple": [{"list": []}]}]}, "is a set of what cannot be in one"),
+    "dtype": ({"torch": "load"}, "is no torch"),
 }
 
 
 @pytest.mark.parametrize(("entry", "why"), HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_hostile_entry_is_refused_with_the_reason(entry, why):
     optimizer = adam()
-    described = json.loads(_initial_state.describe_optimizer(optimizer))
-    described["state"][1]["exp_avg"] = {"list": [entry]} if "value" in entry else entry
+    described = json.loads(text_of(optimizer))
+    for pair in described["state"][1]["dict"]:
+        if pair[0] == {"value": "exp_avg"}:
+            pair[1] = {"list": [entry]} if "value" in entry else entry
     with pytest.raises(BaguaMismatchError, match=r"state\[1\]\['exp_avg'\]") as raised:
         _initial_state.read_description(json.dumps(described).encode(), optimizer)
     assert why in str(raised.value)
 
 
 WHOLE = {
-    "parameters": (lambda d: d["groups"][0].update(params={"list": []}), "the entry 'params'"),
+    "parameters": (
+        lambda d: d["groups"][0]["dict"].append([{"value": "params"}, {"list": []}]),
+        "the entry 'params'",
+    ),
     "rows": (lambda d: d["state"].pop(), "'state' has 1 rows, this rank's optimizer has 2"),
-    "names": (lambda d: d.update(more=[]), "'state' and 'groups'"),
+    "names": (lambda d: d.update(more=[]), "'state', 'others' and 'groups'"),
 }
 
 
 @pytest.mark.parametrize(("change", "why"), WHOLE.values(), ids=WHOLE.keys())
 def test_a_description_of_another_optimizer_is_refused(change, why):
     optimizer = adam()
-    described = json.loads(_initial_state.describe_optimizer(optimizer))
+    described = json.loads(text_of(optimizer))
     change(described)
     with pytest.raises(BaguaMismatchError, match="came from another rank was refused") as raised:
         _initial_state.read_description(json.dumps(described).encode(), optimizer)
@@ -129,7 +145,8 @@ def test_deep_nesting_and_long_numbers_are_refused():
     entry = {"value": 0}
     for _ in range(20):
         entry = {"list": [entry]}
-    text = json.dumps({"state": [{}, {}], "groups": [{"deep": entry}]}).encode()
+    groups = [{"dict": [[{"value": "deep"}, entry]]}]
+    text = json.dumps({"state": [None, None], "others": {"dict": []}, "groups": groups}).encode()
     with pytest.raises(BaguaMismatchError, match="nested deeper"):
         _initial_state.read_description(text, adam())
 

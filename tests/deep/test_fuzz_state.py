@@ -8,6 +8,7 @@ import resource
 import zipfile
 
 import bagua.torch_api as bagua
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -137,6 +138,7 @@ LEAVES = {
     ("model", "weight"): torch.arange(6.0).reshape(2, 3),
     ("model", "bias"): torch.arange(3).to(torch.bfloat16),
     ("optimizer", "groups"): [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0, 1]}, torch.ones(2)],
+    ("optimizer", "strange"): [np.float32(1), {1: frozenset([2])}, np.arange(3), torch.ones(1)],
     ("step",): 3,
 }
 FILES = 400

@@ -9,6 +9,7 @@ from bagua.torch_api.checkpoint import load_latest, save_checkpoint
 from support import every_algorithm, training
 from support.checkpoint_training import file, refusal, steps, train_and_save, wrapped
 from support.error_feedback import owed
+from support.options import Mode, StrangeSGD, strange_state
 
 
 @training.with_group
@@ -91,3 +92,59 @@ def test_the_newest_stay_and_older_ones_go(ranks, tmp_path):
 def test_the_names_are_public():
     assert bagua.checkpoint.save_checkpoint is save_checkpoint
     assert set(bagua.checkpoint.__all__) == {"PerRank", "load_latest", "save_checkpoint"}
+
+
+def strange(factor, state):
+    model = training.network()
+    optimizer = StrangeSGD(model.parameters(), factor, state)
+    model.with_bagua([optimizer], "gradient_allreduce")
+    return optimizer
+
+
+@training.with_group
+def save_strange_options(folder):
+    optimizer = strange(1, state=True)
+    save_checkpoint(folder, {"optimizer": optimizer}, 1)
+    load_strange_options(folder, optimizer)
+    model = training.network()
+    optimizer = training.sgd(model)
+    model.with_bagua([optimizer], "gradient_allreduce")
+    per_rank, first = bagua.checkpoint.PerRank(model), next(model.parameters())
+    texts = {"text": "abc", "bytes": [b"de"]}
+    for parameter in model.parameters():
+        optimizer.state[parameter].update(texts)
+    state = per_rank.state_dict()
+    optimizer.state[first].clear()
+    per_rank.load_state_dict(state)
+    assert {key: optimizer.state[first][key] for key in texts} == texts
+    optimizer.state["global_step"] = 5
+    return training.error_of(per_rank.state_dict)
+
+
+def load_strange_options(folder, saved):
+    optimizer = strange(2, state=False)
+    assert load_latest(folder, {"optimizer": optimizer}) == 1
+    assert strange_state(optimizer, loosely=True) == strange_state(saved, loosely=True)
+
+
+@training.with_group
+def load_strange_options_alone(folder):
+    load_strange_options(folder, strange(1, state=True))
+    model = training.network()
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    return training.error_of(lambda: load_latest(folder, {"optimizer": other}))
+
+
+def test_options_and_state_of_every_type_are_saved_and_loaded(ranks, tmp_path):
+    for error in ranks(2, save_strange_options, str(tmp_path)):
+        assert "TypeError: PerRank: the optimizer's state['global_step'] is of no para" in error
+    (error,) = ranks(1, load_strange_options_alone, str(tmp_path))
+    assert error.startswith("UnknownNameError: ")
+    assert "which this rank's own optimizer does not hold" in error
+    assert "torch.serialization.add_safe_globals" in error
+
+
+def test_a_class_is_not_taken_by_the_name_in_a_file(tmp_path):
+    part = tmp_path / "step-000000001" / "rank-0"
+    with pytest.raises(TypeError, match=r"'a/mode' needs 'support\.options\.Mode', which"):
+        _step_folder.write(part, {("a", "mode"): Mode.SLOW})

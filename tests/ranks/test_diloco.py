@@ -137,6 +137,13 @@ class CountingSteps(torch.optim.SGD):
             self.state[p]["steps"] = 1 + self.state[p].get("steps", 0)
 
 
+class CountingAll(torch.optim.SGD):
+    """Keeps a number under a key that is no parameter."""
+
+    def step(self, closure=None):
+        self.state["steps"] = 1
+
+
 def torchs_sgd(params):
     return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
 
@@ -368,6 +375,7 @@ def test_arguments_out_of_their_range_are_refused_by_name():
         ({"outer_optimizer": lambda params: 3}, "outer_optimizer made 3, no torch.optim.Opt"),
         ({"outer_optimizer": torch.optim.LBFGS}, "LBFGS.step() needs a closure"),
         ({"outer_optimizer": CountingSteps}, "CountingSteps keeps 'steps' as a int, no tensor"),
+        ({"outer_optimizer": CountingAll}, "CountingAll keeps state['steps'], which is of no para"),
         ({"fragments": 0}, "fragments=0 must be at least 1"),
         ({"fragments": []}, "no list of module names"),
         ({"fragments": "0"}, "fragments is a number"),

@@ -1,10 +1,15 @@
 """All ranks start with the optimizer state of rank 0. Weights: situations/buffers.py."""
 
+import io
+
 import pytest
 import torch
 import torch.distributed as dist
-from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
+from bagua._core.state.archive import load_archive
+from bagua.torch_api._rank_state import rank_state, restore
+from bagua.torch_api.algorithms import Algorithm, GradientAllReduceAlgorithm, QAdamOptimizer
 from support import training
+from support.options import Mode, Settings, StrangeSGD, options, shown, strange_state
 
 
 def stepped_adam(model, lr):
@@ -46,14 +51,125 @@ def wrap_with_unknown_state(holders):
     model = training.network()
     optimizer = training.sgd(model)
     if dist.get_rank() in holders:
-        optimizer.param_groups[0]["strange"] = {1, 2}
+        optimizer.param_groups[0]["strange"] = iter(())
     return training.error_of(lambda: model.with_bagua([optimizer], GradientAllReduceAlgorithm()))
 
 
 def test_optimizer_state_that_cannot_be_sent_is_named_and_raises_everywhere(ranks):
     for message in ranks(2, wrap_with_unknown_state, [0, 1]):
         assert "TypeError" in message
-        assert "'strange' is a set" in message
+        assert "param_groups[0]['strange'] is a tuple_iterator" in message
     first, second = ranks(2, wrap_with_unknown_state, [0])
-    assert "'strange' is a set" in first
+    assert "param_groups[0]['strange'] is a tuple_iterator" in first
+    assert "keep the value in an attribute of the optimizer" in first
     assert second.startswith("TypeError: an optimizer of rank 0 has an entry that cannot be sent")
+
+
+@training.with_group
+def wrap_with_strange_options(on_first, on_others):
+    rank = dist.get_rank()
+    model = training.network(seed=rank)
+    optimizer = StrangeSGD(model.parameters(), rank + 1, on_others if rank else on_first)
+    expected = strange_state(StrangeSGD(training.network().parameters(), 1, on_first))
+    optimizer.state["only here"] = rank
+    if not on_first:
+        optimizer.state.pop("only here")
+        optimizer.state["only here"] = 0
+    model.with_bagua([optimizer], GradientAllReduceAlgorithm())
+    assert optimizer.state.pop("only here") == 0
+    assert strange_state(optimizer) == expected
+    training.train_on_ranks(model, optimizer)
+    training.assert_ranks_agree(model)
+
+
+@pytest.mark.parametrize(("on_first", "on_others"), [(True, False), (True, True), (False, True)])
+def test_options_and_state_of_every_type_are_those_of_rank_0(ranks, on_first, on_others):
+    ranks(2, wrap_with_strange_options, on_first, on_others)
+
+
+@training.with_group
+def wrap_with_lists_of_tensors():
+    model = training.network(seed=dist.get_rank())
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    if dist.get_rank() == 0:
+        optimizer.step(lambda: loss_of(model, optimizer))
+    model.with_bagua([optimizer], GradientAllReduceAlgorithm())
+    state = optimizer.state[next(model.parameters())]
+    return [tensor.tolist() for key in ("old_dirs", "old_stps") for tensor in state[key]]
+
+
+def loss_of(model, optimizer):
+    optimizer.zero_grad()
+    loss = training.squared_error(model, training.batch(0, 0))
+    loss.backward()
+    return loss
+
+
+def test_tensors_in_lists_keep_their_values_on_rank_0_too(ranks):
+    first, second = ranks(2, wrap_with_lists_of_tensors)
+    assert first == second
+    assert any(value != 0 for values in first for value in values)
+
+
+@training.with_group
+def wrap_with_a_class_of_rank_0():
+    model = training.network()
+    optimizer = training.sgd(model)
+    if dist.get_rank() == 0:
+        optimizer.state["mode"] = Mode.SLOW
+    return training.error_of(lambda: model.with_bagua([optimizer], GradientAllReduceAlgorithm()))
+
+
+def test_a_class_that_a_rank_does_not_hold_is_named_with_the_remedy(ranks):
+    _, second = ranks(2, wrap_with_a_class_of_rank_0)
+    assert "others['mode'] needs 'support.options.Mode', which this rank's own" in second
+    assert "torch.serialization.add_safe_globals" in second
+
+
+@training.with_group
+def train_strangely(name, arguments):
+    """Trains, and gives a round NaN where the algorithm begins such a rank anew."""
+    rank = dist.get_rank()
+    model = training.network(seed=rank)
+    if name == "qadam":
+        optimizer = QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=2)
+        arguments = {"q_adam_optimizer": optimizer}
+    else:
+        optimizer = StrangeSGD(model.parameters(), rank + 1, state=True)
+    optimizer.param_groups[0].update(options(rank + 1))
+    optimizer.state["global_step"] = rank
+    optimizer.state["history", 3] = options(rank + 1)
+    model.with_bagua([optimizer], Algorithm.init(name, **arguments))
+    for step in range(6):
+        training.train(model, optimizer, [training.batch(step, rank)])
+        if rank == 1 and step == 2 and name == "diloco":
+            broken = torch.full((2,), float("nan"))
+            optimizer.state["broken"] = [broken, Settings(1.0, broken)]
+            model[0].weight.data.fill_(float("nan"))
+    broken = optimizer.state.pop("broken", [torch.zeros(2)])
+    state = rank_state(model.bagua_ddp)
+    before = optimizer.state["global_step"]
+    optimizer.state["global_step"] = 9
+    restore(model.bagua_ddp, load_archive(archive_of(state)) if state else None, "remedy")
+    if name != "decentralized":  # others leave optimizers to the library that saves
+        optimizer.state["global_step"] = before
+    if name == "async":
+        model.bagua_algorithm.abort(model)
+    return [shown(optimizer.state[key]) for key in STRANGE], broken[0].tolist()
+
+
+STRANGE = ("global_step", ("history", 3))
+
+
+def archive_of(state):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def test_algorithms_take_options_and_state_of_every_type(ranks):
+    for name in ("qadam", "diloco", "decentralized", "async"):
+        arguments = {"diloco": {"interval": 2}, "decentralized": {"hierarchical": False}}
+        results = ranks(2, train_strangely, name, arguments.get(name, {}))
+        expected = [shown(0), shown(options(1))]
+        assert results == [(expected, [0.0, 0.0])] * 2, name

@@ -4,6 +4,7 @@ import bagua.torch_api as bagua
 import pytest
 import torch
 from bagua.torch_api.contrib.fuse.optimizer import fuse_optimizer, is_fused_optimizer
+from support.options import StrangeSGD, strange_state
 
 OPTIMIZERS = {
     "sgd": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "fused"),
@@ -85,3 +86,15 @@ def test_an_optimizer_without_such_a_step_is_named():
     with pytest.warns(UserWarning, match=r"LBFGS has neither .* fuse_step\(\) is its step\(\)"):
         optimizer = fuse_optimizer(torch.optim.LBFGS(model().parameters()))
     assert optimizer.fuse_step(lambda: torch.zeros(())) == 0
+
+
+def test_options_and_state_of_every_type_stay():
+    for state, way in ((False, "fused"), (True, "foreach")):
+        network = model()
+        optimizer = StrangeSGD(network.parameters(), 2, state)
+        fuse_optimizer(optimizer)
+        assert optimizer.param_groups[0][way] is True
+        expected = StrangeSGD(model().parameters(), 2, state)
+        expected.param_groups[0].update(foreach=way == "foreach", fused=way == "fused")
+        train(network, optimizer.fuse_step, optimizer)
+        assert strange_state(optimizer) == strange_state(expected)

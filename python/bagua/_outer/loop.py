@@ -29,8 +29,9 @@ import torch
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.group.warn import warn
+from bagua._core.state.entries import PLAIN_DTYPES, tensors_in
 from bagua._core.state.ledger import Commit
-from bagua._core.state.saved_values import digest, saved_tensor
+from bagua._core.state.saved_values import copied, digest, saved_tensor
 from bagua._core.state.shards import local
 from bagua._core.state.untrained import share_untrained
 from bagua._outer.optimizer import (
@@ -539,10 +540,7 @@ class Fragment:
         twin = self._new()
         for mine, theirs in zip(self.anchors, twin.anchors, strict=True):
             if mine in self.optimizer.state:
-                twin.optimizer.state[theirs] = {
-                    key: value.clone() if isinstance(value, torch.Tensor) else value
-                    for key, value in self.optimizer.state[mine].items()
-                }
+                twin.optimizer.state[theirs] = copied(self.optimizer.state[mine])
         return twin
 
     def loaded(self, state: Mapping[str, Any]) -> Fragment:
@@ -563,7 +561,7 @@ class Fragment:
         twin._launched = [kept.clone() for kept in self._launched]
         groups = zip(self.optimizer.param_groups, twin.optimizer.param_groups, strict=True)
         for mine, theirs in groups:
-            theirs.update({key: value for key, value in mine.items() if key != "params"})
+            theirs.update({key: copied(v) for key, v in mine.items() if key != "params"})
         return twin
 
     def _of(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -708,7 +706,8 @@ def _digest_of(tensors: Mapping[str, torch.Tensor]) -> int:
 
 def _clear_non_finite(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     for optimizer in optimizers:
-        for state in optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, torch.Tensor) and value.is_floating_point():
-                    local(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        for value in tensors_in([*optimizer.state.values()]):
+            if value.is_floating_point():
+                own = local(value)
+                wide = own if own.dtype in PLAIN_DTYPES else own.float()
+                own.copy_(wide.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))

@@ -187,10 +187,23 @@ def describe(factory: OuterOptimizer, owner: str) -> str:
 
 def _refuse_other_state(optimizer: torch.optim.Optimizer, owner: str) -> None:
     """Raise TypeError for state that is neither tensor nor None: it could not be saved by name."""
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            if not isinstance(value, (torch.Tensor, type(None))):
-                raise TypeError(f"{owner} keeps '{key}' as a {type(value).__name__}, no tensor")
+    for anchor, state in optimizer.state.items():
+        if not isinstance(anchor, torch.Tensor):
+            raise TypeError(
+                f"{owner} keeps state['{anchor}'], which is of no parameter and could not be "
+                f"saved: {_REMEDY}"
+            )
+        for key, value in state.items() if isinstance(state, dict) else [("state", state)]:
+            if not isinstance(value, (torch.Tensor, type(None))) or value is state:
+                raise TypeError(
+                    f"{owner} keeps '{key}' as a {type(value).__name__}, no tensor: {_REMEDY}"
+                )
+
+
+_REMEDY = (
+    "take an outer optimizer whose state is tensors in dicts by parameter, or keep the value in "
+    "its param_groups"
+)
 
 
 def state_of(optimizer: torch.optim.Optimizer, anchor: torch.Tensor) -> dict[str, Any]:

@@ -139,11 +139,16 @@ class StepAttempts(DroppedOnCopy):
 
     def _moves(self) -> bool:
         groups = [] if (optimizer := self._optimizer()) is None else optimizer.param_groups
-        return any(group.get("lr", 1) != 0 for group in groups)
+        return any(_is_not_zero(group.get("lr", 1)) for group in groups)
 
     def close(self) -> None:
         self._handle.remove()
         self._attempted = lambda: None  # type: ignore[assignment]
+
+
+def _is_not_zero(rate: Any) -> bool:
+    """Whether a learning rate is another than 0, or several of them are."""
+    return bool((rate != 0).any() if hasattr(rate, "any") else rate != 0)
 
 
 _watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[StepAttempts]]] = (

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from bagua._core.eager.objects import gather_plain_objects
 from bagua._core.group.process_group import get_default_group
 from bagua._core.group.warn import warn
+from bagua._core.state.entries import (
+    allowed_by_user,
+    beyond_archives,
+    described,
+    held,
+    load_state,
+    undescribed,
+)
 from bagua._core.state.saved_values import copied
 from bagua.torch_api._session import Session
 from bagua.torch_api.algorithms.base import name_of
@@ -16,6 +25,7 @@ from bagua.torch_api.algorithms.base import name_of
 _NAME = "algorithm_name"
 _SIZE = "world_size"
 _TRAINING = "/training"
+_ENTRY = "entry"
 
 
 @contextmanager
@@ -40,10 +50,18 @@ def rank_state(session: Session) -> dict[str, Any]:
         if algorithm.traits.ranks_agree is False:
             state[f"rank{session.process_group.rank}{_TRAINING}"] = {
                 "model": session.module.state_dict(),
-                "optimizers": [optimizer.state_dict() for optimizer in session.bagua_optimizers],
+                "optimizers": [_plain(each.state_dict()) for each in session.bagua_optimizers],
             }
         about = {_NAME: name_of(algorithm), _SIZE: session.process_group.size}
         return copied(state | about) if state else {}
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state as ``torch.load(weights_only=True)`` reads it."""
+    if not beyond_archives(state, allowed_by_user()):
+        return state
+    entry, tensors = described(state, "of the optimizer")
+    return {_ENTRY: entry, "tensors": tensors}
 
 
 def of_all_ranks(state: dict[str, Any]) -> dict[str, Any] | None:
@@ -105,4 +123,9 @@ def _load_training(session: Session, saved: Mapping[str, Any]) -> None:
     with session.exclusive():
         session.module.load_state_dict(own["model"])
         for optimizer, state in zip(session.bagua_optimizers, own["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
+            if _ENTRY in state:
+                here = [optimizer.param_groups, optimizer.defaults, optimizer.state]
+                state = undescribed(
+                    state[_ENTRY], state["tensors"], "the optimizer", partial(held, here)
+                )
+            load_state(optimizer, state)

@@ -21,6 +21,15 @@ from bagua._core.group.job import as_bagua_group
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.group.warn import warn
 from bagua._core.state import step_folder as _step_folder
+from bagua._core.state.entries import (
+    PLAIN_DTYPES,
+    beyond_archives,
+    boxed,
+    described,
+    held,
+    load_state,
+    unboxed,
+)
 from bagua._core.state.saved_values import check_state, copied, digest, saved_count, short_text
 from bagua._core.state.shards import is_sharded
 from bagua._core.state.step_folder import Damaged, Leaves
@@ -105,7 +114,7 @@ def _save(
     # 3. This rank's part; 4. when all ranks have theirs, the checkpoint gets its name.
     if tried.problem is None:
         with tried:
-            lines = _write_part(place, rank, str(step), mine, table, first)
+            lines = _write_part(place, rank, str(step), mine, table, first, _names_of(state))
     everyone = gather_plain_objects((tried.reason, lines), 0, comm)
     failed = {other: why for other, (why, _) in enumerate(everyone or []) if why}
     if everyone is not None and not failed:
@@ -202,6 +211,7 @@ def _write_part(
     mine: Leaves,
     table: Mapping[tuple[Any, ...], tuple[int, str]],
     first: Sequence[Any],
+    names: _step_folder.Names,
 ) -> list[str]:
     """Write what rank 0 does not have alike, if this rank sees the folder that rank 0 has begun."""
     first_step, owner, seen, of_first = first
@@ -217,7 +227,7 @@ def _write_part(
     own = {path: value for path, value in mine.items() if path not in alike}
     part = _step_folder.part_of(_step_folder.hidden(place), rank)
     with _of_one_training(place):
-        return _step_folder.write(part, own, alike=list(alike))
+        return _step_folder.write(part, own, names, alike=list(alike))
 
 
 @contextmanager
@@ -332,7 +342,7 @@ def _load(
 
 def _load_into(part: Any, state: Any, name: str) -> None:
     try:
-        part.load_state_dict(state)
+        load_state(part, state)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(
             f"{name} is not what a {type(part).__name__} has saved ({type(error).__name__}: "
@@ -392,7 +402,7 @@ def _states_of(place: Path, joined: BaguaProcessGroup, state: Mapping[str, Any])
     """The states of a checkpoint for this rank, by their names."""
     saved = _step_folder.check(place, joined.rank, joined.size)
     if saved == joined.size:
-        return _tree(place, _of_rank(place, joined.rank))
+        return _tree(place, _of_rank(place, joined.rank, _names_of(state)))
     return _tree(place, _of_all_ranks(place, saved, joined.size, state))
 
 
@@ -431,11 +441,21 @@ def _exclusive(state: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
-def _of_rank(place: Path, rank: int) -> Leaves:
-    found, more = _step_folder.read(_step_folder.part_of(place, rank))
+def _names_of(state: Mapping[str, Any]) -> _step_folder.Names:
+    """Of the classes and functions that the objects to save or to load into hold."""
+    return lambda: held(
+        [part.param_groups, part.defaults, part.state]
+        if isinstance(part, torch.optim.Optimizer)
+        else getattr(part, "__dict__", {})
+        for part in state.values()
+    )
+
+
+def _of_rank(place: Path, rank: int, names: _step_folder.Names) -> Leaves:
+    found, more = _step_folder.read(_step_folder.part_of(place, rank), names)
     with _step_folder.refusing(_step_folder.part_of(place, rank)):
         if more["alike"]:
-            first, _ = _step_folder.read(_step_folder.part_of(place, 0))
+            first, _ = _step_folder.read(_step_folder.part_of(place, 0), names)
             found |= {path: first[path] for path in more["alike"]}
     return found
 
@@ -448,8 +468,9 @@ def _of_all_ranks(place: Path, saved: int, size: int, state: Mapping[str, Any]) 
         for buffer in _buffers_of(state[name], ddp)
     }
     result: Leaves = {}
+    names = _names_of(state)
     for rank in range(saved):
-        for path, value in _step_folder.read(_step_folder.part_of(place, rank))[0].items():
+        for path, value in _step_folder.read(_step_folder.part_of(place, rank), names)[0].items():
             known = result.setdefault(path, value)
             if path not in of_first and not _equal(known, value):
                 raise ValueError(
@@ -468,12 +489,16 @@ def _buffers_of(part: Any, ddp: Session) -> Iterator[tuple[str]]:
 
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Leaves:
     """Everything in nested dicts that is no dict with entries, by its path, in order."""
-    if not (isinstance(value, Mapping) and value):
+    if not (isinstance(value, Mapping) and value and all(map(_is_plain_key, value))):
         return {path: value}
     found: Leaves = {}
     for key, item in value.items():
         found |= _leaves(item, (*path, key))
     return found
+
+
+def _is_plain_key(key: Any) -> bool:
+    return type(key) in (str, int, float, bool, type(None), tuple) and not beyond_archives(key, {})
 
 
 def _tree(place: Path, found: Leaves) -> dict[Any, Any]:
@@ -517,11 +542,18 @@ def _table(found: Leaves) -> dict[tuple[Any, ...], tuple[int, str]]:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b)
+    try:
+        (mine, of_mine), (theirs, of_theirs) = (described(each, "a value") for each in (a, b))
+    except TypeError:  # sparse, or of a class that the user has allowed torch
+        both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        return torch.equal(a, b) if both else bool(a == b)
+    return str(mine) == str(theirs) and all(map(_same_elements, of_mine, of_theirs))
+
+
+def _same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype not in PLAIN_DTYPES:  # torch compares no others
+        a, b = (each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b))
+    return torch.equal(a, b)
 
 
 class PerRank:
@@ -566,6 +598,12 @@ class PerRank:
         # Not at the top: it takes a second, which every program would pay.
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
+        for key in chain(*(optimizer.state for optimizer in self._optimizers)):
+            if not isinstance(key, torch.Tensor):
+                raise TypeError(
+                    f"PerRank: the optimizer's state['{key}'] is of no parameter, which torch's "
+                    "get_state_dict does not take: save it by save_checkpoint(), which does"
+                )
         with self._ddp.exclusive():
             # get_state_dict makes a step where there is no state, which an optimizer may count.
             without = [optimizer for optimizer in self._optimizers if not optimizer.state]
@@ -603,9 +641,10 @@ class PerRank:
                 self._ddp.module,
                 self._optimizers,
                 model_state_dict=own["model"],
-                optim_state_dict=own["optimizer"],
+                optim_state_dict={**own["optimizer"], "state": boxed(own["optimizer"]["state"])},
             )
             for number, optimizer in enumerate(self._optimizers):
+                unboxed(optimizer.state)
                 if without >> number & 1:
                     optimizer.state.clear()
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from bagua._core.state.entries import allowed_by_user
+
 _MOST_RECORDS = 2**20
 #: A value that is used in several places counts in each of them.
 _MOST_ITEMS, _DEEPEST = 2**22, 100
@@ -88,7 +90,7 @@ def _check_program(program: bytes) -> None:
 
     Classes that the user allows by ``torch.serialization.add_safe_globals`` are trusted.
     """
-    trusted = {_name_of(each) for each in torch.serialization.get_safe_globals()}
+    trusted = {*allowed_by_user()}
     memo: dict[Any, str] = {}
     last, allowed = "", None
     for operation, argument, _ in pickletools.genops(io.BytesIO(program)):
@@ -122,12 +124,6 @@ def _allowed_after(kind: str, trusted: set[str]) -> set[str] | None:
             "allowed by torch.serialization.add_safe_globals"
         )
     return None
-
-
-def _name_of(trusted: Any) -> str:
-    if isinstance(trusted, tuple):
-        return str(trusted[1])
-    return f"{trusted.__module__}.{trusted.__qualname__}"
 
 
 def _check_extent(value: Any) -> None:

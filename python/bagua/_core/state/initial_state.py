@@ -1,7 +1,6 @@
 """Broadcasts one rank's parameters, buffers and optimizer state.
 
-Optimizer state travels as tensors and JSON (docs/wire-format.md, "Optimizer state"): which entries
-there are, plain values, and of tensors dtype, shape and device. Nothing that comes from the network
+Optimizer state travels as tensors and JSON (:mod:`entries`). Nothing that comes from the network
 is unpickled. A receiver takes nothing for granted: before it allocates or changes anything it
 compares all of the text with what it knows of its own optimizer.
 """
@@ -18,6 +17,15 @@ import torch.distributed as dist
 
 from bagua import _C
 from bagua._core.group.connections import Connections
+from bagua._core.state.entries import (
+    DTYPES,
+    PLAIN_DTYPES,
+    Entry,
+    Reader,
+    UnknownNameError,
+    Writer,
+    held,
+)
 from bagua._core.state.shards import local, whole
 
 #: Broadcast by the first rank at the wrap: parameters, buffers and optimizer state; the same
@@ -30,22 +38,11 @@ _MESSAGE_BYTES = 32 * 1024**2
 
 _SHARDED = "ZeroRedundancyOptimizer"
 
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-        *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
-        *(torch.complex64, torch.complex128),
-    )
-}
-_KINDS = ({"tensor", "shape", "device"}, {"value"}, {"list"}, {"tuple"})
-
 # Beyond the state of any optimizer: LBFGS, which has most, keeps 203 times its parameters.
 _MOST_STATE_PER_PARAMETER_BYTE = 256
 _MOST_STATE_BESIDES = 16 * 1024**2
 _MOST_TEXT_PER_PARAMETER = 64 * 1024
 _MOST_TEXT_BESIDES = 1024**2
-_MOST_DEPTH = 16
 _MOST_DIMENSIONS = 64
 
 
@@ -59,8 +56,7 @@ def broadcast_tensors(
         for group in _messages(tensors):
             communicator = connections.main_communicator(group[0].device)
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-            # Transports know no complex numbers, only the pairs of reals that they are.
-            communicator.broadcast(torch.view_as_real(flat) if flat.is_complex() else flat, source)
+            communicator.broadcast(_as_sent(flat), source)
             if communicator.rank == source:
                 continue
             parts = torch.split(flat, [tensor.numel() for tensor in group])
@@ -70,6 +66,13 @@ def broadcast_tensors(
                     tensor.copy_(part)
             else:
                 torch._foreach_copy_(group, of_tensors)
+
+
+def _as_sent(flat: torch.Tensor) -> torch.Tensor:
+    """The same memory in a dtype that transports know: pairs of reals, or bytes."""
+    if flat.is_complex():
+        return torch.view_as_real(flat)
+    return flat if flat.dtype in PLAIN_DTYPES else flat.view(torch.uint8)
 
 
 def broadcast_state(
@@ -111,47 +114,48 @@ def broadcast_optimizer(
         return
     # 1. The description, as text.
     problem: TypeError | None = None
-    text = ""
+    text, tensors = "", list[torch.Tensor]()
     try:
-        text = describe_optimizer(optimizer)
+        text, tensors = describe_optimizer(optimizer)
     except TypeError as error:
         problem = error
     received = _broadcast_text(text, problem, most_text_bytes(optimizer), connections, source)
-    states, groups = read_description(received, optimizer)
+    states, others, groups, reader = read_description(received, optimizer)
     # 2. A place for every tensor.
-    tensors: list[torch.Tensor] = []
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for parameter, entries in zip(parameters, states, strict=True):
-        if entries:
-            _fill(optimizer.state[parameter], entries, parameter, tensors)
-    for group, entries in zip(optimizer.param_groups, groups, strict=True):
-        _fill(group, entries, torch.empty(0, device="cpu"), tensors)
+    if connections.main_communicator("cpu").rank != source:
+        _fill(optimizer, states, others, groups, reader)
+        tensors = reader.tensors
     # 3. Their values.
     broadcast_tensors(tensors, connections, source)
 
 
 def _fill(
-    owner: dict[str, Any],
-    entries: dict[str, Any],
-    parameter: torch.Tensor,
-    tensors: list[torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    states: list[Entry | None],
+    others: Entry,
+    groups: list[Entry],
+    reader: _Reader,
 ) -> None:
-    for key, entry in entries.items():
-        owner[key] = _value_of(entry, owner.get(key), parameter, tensors)
+    for parameter, entry in zip(_parameters_of(optimizer), states, strict=True):
+        reader.parameter = parameter
+        if entry is None:
+            optimizer.state.pop(parameter, None)
+        elif isinstance(old := optimizer.state.get(parameter, {}), dict) and "dict" in entry:
+            _fill_all(optimizer.state.setdefault(parameter, old), entry, reader)
+        else:
+            optimizer.state[parameter] = reader.value(entry, old)
+    reader.parameter = None
+    _fill_all(optimizer.state, others, reader)
+    for group, entry in zip(optimizer.param_groups, groups, strict=True):
+        reader.fill(group, entry, group)
 
 
-def _value_of(
-    entry: dict[str, Any], old: Any, parameter: torch.Tensor, tensors: list[torch.Tensor]
-) -> Any:
-    if "tensor" in entry:
-        mine = local(old) if isinstance(old, torch.Tensor) else None
-        tensors.append(tensor_like(entry, mine, parameter.device))
-        return old if tensors[-1] is mine else whole(tensors[-1], parameter)
-    if "value" in entry:
-        return entry["value"]
-    if "list" in entry:
-        return [_value_of(item, None, parameter, tensors) for item in entry["list"]]
-    return tuple(_value_of(item, None, parameter, tensors) for item in entry["tuple"])
+def _fill_all(owner: dict[Any, Any], entry: Entry, reader: _Reader) -> None:
+    """Have ``owner`` hold the values of a ``dict``, and no other but those of parameters."""
+    keys = [reader.value(key) for key, _ in entry["dict"]]
+    for key in [key for key in owner if not isinstance(key, torch.Tensor) and key not in keys]:
+        del owner[key]
+    reader.fill(owner, entry, owner)
 
 
 def _broadcast_text(
@@ -189,33 +193,25 @@ def _broadcast_text(
 # The text, and its checks.
 
 
-def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> tuple[str, list[torch.Tensor]]:
+    """The description, and the tensors that it announces; TypeError names what cannot be sent."""
+    writer = Writer()
+    rows = [optimizer.state.get(parameter) for parameter in _parameters_of(optimizer)]
     states = [
-        {str(key): _encode(value, str(key)) for key, value in optimizer.state.get(p, {}).items()}
-        for p in parameters
+        None if row is None or (isinstance(row, dict) and not row) else writer.entry(row, where)
+        for row, where in ((row, f"state[{number}]") for number, row in enumerate(rows))
     ]
-    groups = [
-        {key: _encode(value, key) for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
+    others = {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
+    description = {"state": states, "others": writer.entry(others, "state")}
+    description["groups"] = [
+        writer.entry({k: v for k, v in group.items() if k != "params"}, f"param_groups[{number}]")
+        for number, group in enumerate(optimizer.param_groups)
     ]
-    return json.dumps({"state": states, "groups": groups})
+    return json.dumps(description), writer.tensors
 
 
-def _encode(value: Any, key: str) -> dict[str, Any]:
-    if isinstance(value, torch.Tensor) and str(value.dtype).removeprefix("torch.") in _DTYPES:
-        dtype = str(value.dtype).removeprefix("torch.")
-        return {"tensor": dtype, "shape": list(local(value).shape), "device": value.device.type}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return {"value": value}
-    if isinstance(value, (list, tuple)):
-        kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [_encode(item, key) for item in value]}
-    raise TypeError(
-        f"optimizer entry '{key}' is a {type(value).__name__}; only tensors, numbers, strings, "
-        "None and lists or tuples of them can be sent to the other ranks. Wrap before the "
-        "optimizer has state, or leave this optimizer out of with_bagua([...])."
-    )
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def most_text_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -225,74 +221,90 @@ def most_text_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 def read_description(
     text: bytes, optimizer: torch.optim.Optimizer
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+) -> tuple[list[Entry | None], Entry, list[Entry], _Reader]:
     """What :func:`describe_optimizer` wrote for an optimizer of the same parameters.
 
-    The entries of each parameter, in the order of the groups, and those of each group.
+    The state of each parameter, in the order of the groups; that under other keys; the options of
+    each group; and who makes the values.
     """
     try:
         read = json.loads(text.decode())
     except (ValueError, RecursionError) as error:
         _refuse(f"it is no JSON text ({error})")
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if not isinstance(read, dict) or read.keys() != {"state", "groups"}:
-        _refuse("it does not consist of 'state' and 'groups'")
-    reader = _Reader(parameters)
-    states = reader.rows(read["state"], "state", len(parameters))
+    if not isinstance(read, dict) or read.keys() != {"state", "others", "groups"}:
+        _refuse("it does not consist of 'state', 'others' and 'groups'")
+    reader = _Reader(optimizer)
+    states = reader.rows(read["state"], "state", len(_parameters_of(optimizer)))
+    reader.check_dict(read["others"], "others")
     groups = reader.rows(read["groups"], "groups", len(optimizer.param_groups))
-    if any("params" in group for group in groups):
-        _refuse("a group has the entry 'params', which is never sent")
-    return states, groups
+    for number, group in enumerate(groups):
+        reader.check_dict(group, f"groups[{number}]")
+        if any(key == {"value": "params"} for key, _ in group["dict"]):
+            _refuse("a group has the entry 'params', which is never sent")
+    return states, read["others"], groups, reader
 
 
-class _Reader:
-    """Checks entries, and counts the bytes of the tensors that they announce."""
+class _Reader(Reader):
+    """Checks entries, counts the bytes of the tensors that they announce, and makes them.
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._devices = {"cpu", *(p.device.type for p in parameters)}
+    ``parameter``: the one whose state is read.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        parameters = _parameters_of(optimizer)
+        held_here = [optimizer.param_groups, optimizer.defaults, optimizer.state]
+        devices = {"cpu": torch.device("cpu"), **{p.device.type: p.device for p in parameters}}
+        super().__init__(lambda: held(held_here), devices)
+        self.tensors: list[torch.Tensor] = []
+        self.parameter: torch.Tensor | None = None
         own = sum(_bytes_of(p) for p in parameters)
         self._most = _MOST_STATE_BESIDES + _MOST_STATE_PER_PARAMETER_BYTE * own
         self._announced = 0
 
-    def rows(self, value: Any, what: str, count: int) -> list[dict[str, Any]]:
+    def refuse(self, why: str) -> NoReturn:
+        _refuse(why)
+
+    def rows(self, value: Any, what: str, count: int) -> list[Any]:
         if not isinstance(value, list) or len(value) != count:
             there = f"{len(value)} rows" if isinstance(value, list) else "no list"
             _refuse(f"'{what}' has {there}, this rank's optimizer has {count}")
         for number, row in enumerate(value):
-            if not isinstance(row, dict):
-                _refuse(f"row {number} of '{what}' is no object")
-            for key, entry in row.items():
-                self._check(entry, f"{what}[{number}]['{key[:80]}']", 0)
+            if row is not None or what != "state":
+                self.check(row, f"{what}[{number}]")
         return value
 
-    def _check(self, entry: Any, where: str, depth: int) -> None:
-        if not isinstance(entry, dict) or entry.keys() not in _KINDS:
-            _refuse(f"{where} is no tensor, value, list or tuple")
-        if depth > _MOST_DEPTH:
-            _refuse(f"{where} is nested deeper than {_MOST_DEPTH} levels")
-        if "tensor" in entry:
-            self._check_tensor(entry, where)
-        elif "value" in entry:
-            if entry["value"] is not None and not isinstance(entry["value"], (int, float, str)):
-                _refuse(f"{where} is no plain value")
-        else:
-            items = next(iter(entry.values()))
-            if not isinstance(items, list):
-                _refuse(f"{where} is no list of entries")
-            for item in items:
-                self._check(item, where, depth + 1)
+    def check(self, entry: Any, where: str, depth: int = 0) -> None:
+        try:
+            super().check(entry, where, depth)
+        except UnknownNameError as error:
+            _refuse(str(error).rstrip("."))
 
-    def _check_tensor(self, entry: dict[str, Any], where: str) -> None:
+    def check_dict(self, entry: Any, where: str) -> None:
+        if not isinstance(entry, dict) or "dict" not in entry:
+            _refuse(f"{where} is no dict of entries")
+        self.check(entry, where)
+
+    def tensor(self, entry: Entry, old: Any) -> torch.Tensor:
+        mine = local(old) if isinstance(old, torch.Tensor) else None
+        device = self.devices[entry["device"]]
+        if self.parameter is not None and self.parameter.device.type == device.type:
+            device = self.parameter.device
+        self.tensors.append(tensor_like(entry, mine, device))
+        if mine is not None and self.tensors[-1] is mine:
+            return old  # type: ignore[no-any-return]
+        return whole(self.tensors[-1], self.parameter)
+
+    def check_tensor(self, entry: Entry, where: str) -> None:
         dtype, shape, device = entry["tensor"], entry["shape"], entry["device"]
-        if not isinstance(dtype, str) or dtype not in _DTYPES:
+        if not isinstance(dtype, str) or dtype not in DTYPES:
             _refuse(f"{where} has the dtype {str(dtype)[:80]!r}, which is not sent")
-        if not isinstance(device, str) or device not in self._devices:
-            _refuse(f"{where} is on {str(device)[:80]!r}; here are {sorted(self._devices)}")
+        if not isinstance(device, str) or device not in self.devices:
+            _refuse(f"{where} is on {str(device)[:80]!r}; here are {sorted(self.devices)}")
         sizes: list[Any] = shape if isinstance(shape, list) else [None]
         if len(sizes) > _MOST_DIMENSIONS or any(type(n) is not int or n < 0 for n in sizes):
             _refuse(f"{where} has no shape, but {str(shape)[:80]}")
         # One more for each: the tensor itself takes memory too.
-        self._announced += (math.prod(sizes) + 1) * _DTYPES[dtype].itemsize
+        self._announced += (math.prod(sizes) + 1) * DTYPES[dtype].itemsize
         # Views of zero elements cost nothing, but their other sizes must fit an int64 as well.
         if self._announced > self._most or math.prod(max(size, 1) for size in sizes) >= 2**62:
             _refuse(
@@ -302,9 +314,9 @@ class _Reader:
             )
 
 
-def tensor_like(entry: dict[str, Any], old: Any, device: torch.device) -> torch.Tensor:
+def tensor_like(entry: Entry, old: Any, device: torch.device) -> torch.Tensor:
     """A tensor as ``entry`` (a checked one) says: ``old`` where it fits, a new one elsewhere."""
-    dtype = _DTYPES[entry["tensor"]]
+    dtype = DTYPES[entry["tensor"]]
     wanted = device if entry["device"] != "cpu" else torch.device("cpu")
     if isinstance(old, torch.Tensor) and (old.dtype, list(old.shape), old.device.type) == (
         dtype,

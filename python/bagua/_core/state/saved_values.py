@@ -6,6 +6,8 @@ What is missing or something else raises ValueError, which names the entry.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -24,14 +26,20 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: 
 
 
 def copied(value: Any, device: str | None = None) -> Any:
-    """``value`` with its tensors copied, to another device if one is named."""
+    """``value`` with its tensors and arrays copied, tensors to another device if one is named."""
     if isinstance(value, torch.Tensor):
         return value.detach().to(device or value.device, copy=True)
     if isinstance(value, Mapping):
         return {key: copied(item, device) for key, item in value.items()}
-    if type(value) in (list, tuple):
+    if type(value) in (list, tuple, set):
         return type(value)(copied(item, device) for item in value)
-    return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        twin = copy.copy(value)
+        for name in [each.name for each in dataclasses.fields(value) if hasattr(value, each.name)]:
+            object.__setattr__(twin, name, copied(getattr(value, name), device))
+        return twin
+    # An array of numpy, which torch does not need.
+    return copy.copy(value) if hasattr(value, "__array__") else value
 
 
 def short_text(error: BaseException) -> str:

@@ -19,13 +19,21 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
+from bagua._core.state.entries import (
+    UnknownNameError,
+    allowed_by_user,
+    beyond_archives,
+    described,
+    undescribed,
+)
 from bagua._core.state.saved_values import short_text
 
 if TYPE_CHECKING:
@@ -34,6 +42,8 @@ if TYPE_CHECKING:
 
 #: A state as values by their paths: the keys from its root.
 Leaves = dict[tuple[Any, ...], Any]
+#: Returns the classes and functions that values may be of, by name: :func:`entries.held`.
+Names = Callable[[], Mapping[str, Any]]
 
 _STEP = re.compile(r"step-(\d{1,18})", re.ASCII)
 _NAME = r"[\w.-]{0,200}\w"  # of a file; it is in its folder
@@ -74,11 +84,11 @@ def is_tensor(value: Any) -> bool:
     return type(value) is torch.Tensor and value.layout == torch.strided
 
 
-def write(part: Path, leaves: Leaves, **more: Any) -> list[str]:
+def write(part: Path, leaves: Leaves, names: Names = allowed_by_user, **more: Any) -> list[str]:
     """Write ``leaves`` and ``more``, which :func:`read` returns; they are on the disk at return.
 
-    Returns lines for :func:`publish`. Raises Damaged where reading them would be refused: they are
-    not plain data.
+    Returns lines for :func:`publish`. Raises TypeError where reading them would be refused: they
+    are not plain data, nor of ``names``.
     """
     # Not at the top: it takes a second, which every program would pay.
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -96,8 +106,12 @@ def write(part: Path, leaves: Leaves, **more: Any) -> list[str]:
     (plan,) = writer.prepare_global_plan([writer.prepare_local_plan(plan)])
     written = writer.write_data(plan, planner).wait()
     writer.finish(metadata, [written])
+    others = {path: value for path, value in leaves.items() if not is_tensor(value)}
+    trusted = allowed_by_user()
+    beyond = {path: v for path, v in others.items() if beyond_archives(v, trusted)}
     content = {
-        "leaves": [(path, value) for path, value in leaves.items() if not is_tensor(value)],
+        "leaves": [(path, value) for path, value in others.items() if path not in beyond],
+        "entries": [(path, *described(v, _shown(path))) for path, v in beyond.items()],
         "tensors": [
             (paths[name], name, tensor.dtype, tensor.shape, tensor.stride())
             for name, tensor in tensors.items()
@@ -108,13 +122,17 @@ def write(part: Path, leaves: Leaves, **more: Any) -> list[str]:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     _put(part / _VALUES, buffer.getbuffer())
-    try:
-        _content_of(part)
-    except Damaged as error:
-        raise TypeError(f"the state has values that cannot be loaded: {error.args[1]}") from error
+    _read_back(part, names)
     _sync_folder(part)
     files = sorted(part.iterdir())
     return [f"{_digest(path)} {path.stat().st_size} {part.name}/{path.name}\n" for path in files]
+
+
+def _read_back(part: Path, names: Names) -> None:
+    try:
+        _described_of(part, _content_of(part), names)
+    except (Damaged, UnknownNameError) as error:
+        raise TypeError(f"the state has values that cannot be loaded: {error.args[-1]}") from error
 
 
 def begin(place: Path, owner: str) -> None:
@@ -248,13 +266,14 @@ def _check_file(path: Path, digest: str, length: int) -> None:
             raise Damaged(path, "corrupted: its bytes are not those that were written")
 
 
-def read(part: Path) -> tuple[Leaves, dict[str, Any]]:
+def read(part: Path, names: Names = allowed_by_user) -> tuple[Leaves, dict[str, Any]]:
     """Returns the values given to :func:`write`, on the CPU; :func:`check` has passed its parts.
 
-    Raises Damaged, whatever the files hold: Note [Files of others].
+    Raises Damaged, whatever the files hold: Note [Files of others]. UnknownNameError: a value is of
+    a class that is not among ``names``.
     """
     content = _content_of(part)
-    leaves: Leaves = dict(content["leaves"])
+    leaves: Leaves = dict(content["leaves"]) | _described_of(part, content, names)
     with refusing(part / _VALUES):
         for path, name, *described in content["tensors"]:
             leaves[path] = _tensor_of(part, content["places"][name], *described)
@@ -266,10 +285,23 @@ def refusing(path: Path) -> Iterator[None]:
     """What cannot be understood is Damaged; its text is cut, and printable."""
     try:
         yield
-    except Damaged:
+    except (Damaged, UnknownNameError):
         raise
     except Exception as error:
         raise Damaged(path, f"it cannot be understood ({short_text(error)})") from error
+
+
+def _described_of(part: Path, content: Mapping[str, Any], names: Names) -> Leaves:
+    """The values that an archive has as entries."""
+    with refusing(part / _VALUES):
+        return {
+            path: undescribed(entry, tensors, _shown(path), names)
+            for path, entry, tensors in content["entries"]
+        }
+
+
+def _shown(path: tuple[Any, ...]) -> str:
+    return f"'{'/'.join(map(str, path))[:200]}'"
 
 
 def _content_of(part: Path) -> dict[str, Any]:
@@ -281,10 +313,13 @@ def _content_of(part: Path) -> dict[str, Any]:
         with _opened(path) as file:
             data = file.read(os.fstat(file.fileno()).st_size)
         content = load_archive(data)
-        kinds = {"leaves": list, "tensors": list, "places": dict, "more": dict}
+        if isinstance(content, dict):
+            content.setdefault("entries", [])  # which older files do not have
+        kinds = {"leaves": list, "entries": list, "tensors": list, "places": dict, "more": dict}
         if not isinstance(content, dict) or {k: type(content.get(k)) for k in kinds} != kinds:
             raise ValueError(f"it has no {', '.join(kinds)}")
-        paths = [entry[0] for entry in (*content["leaves"], *content["tensors"])]
+        named = (content[each] for each in ("leaves", "entries", "tensors"))
+        paths = [entry[0] for entry in chain(*named)]
         inner = {path[:end] for path in paths for end in range(len(path))}
         if any(type(path) is not tuple or not path or path in inner for path in paths):
             raise ValueError("two values have one place")
