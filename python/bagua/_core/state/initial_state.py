@@ -252,7 +252,7 @@ class _Reader(Reader):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = _parameters_of(optimizer)
-        held_here = [optimizer.param_groups, optimizer.defaults, optimizer.state]
+        held_here = [optimizer.param_groups, getattr(optimizer, "defaults", {}), optimizer.state]
         devices = {"cpu": torch.device("cpu"), **{p.device.type: p.device for p in parameters}}
         super().__init__(lambda: held(held_here), devices)
         self.tensors: list[torch.Tensor] = []
