@@ -19,8 +19,8 @@ using std::chrono::steady_clock;
 // A wait keeps the store's connection to itself. After a slice other threads get it.
 constexpr milliseconds kSlice(500);
 constexpr milliseconds kForOthers(1);
-constexpr size_t kMostRecordBytes = size_t{256}
-                                    << 20;  // of all texts; descriptions of plans are among them
+// All texts; descriptions of plans are among them.
+constexpr size_t kMostRecordBytes = size_t{256} << 20;
 
 [[noreturn]] void refuse(const std::string& key, std::string_view value) {
   std::string shown = sanitize_untrusted(value.substr(0, 40));
@@ -133,12 +133,14 @@ void Gathering::give_up(const std::string& reason) {
 // A rank that comes again is in the count already.
 void Gathering::arrive() {
   ++stage_;
-  const int64_t here = store_->add(concat(key_, "/count"), counted_ ? 0 : 1);
-  counted_ = false;
+  const bool again = std::exchange(counted_, false);
+  const int64_t here = store_->add(concat(key_, "/count"), again ? 0 : 1);
   const int64_t all = int64_t{group_.size} * stage_;
-  if (here < 1 || here > all) refuse(concat(key_, "/count"), std::to_string(here));
-  complete_ = here == all;
-  if (complete_) store_->set(stage_key(), bytes_of("1"));
+  // The others may have finished since a rank that comes again was counted.
+  const int64_t most = again ? all + group_.size - 1 : all;
+  if (here < 1 || here > most) refuse(concat(key_, "/count"), std::to_string(here));
+  complete_ = here >= all;
+  if (here == all) store_->set(stage_key(), bytes_of("1"));
 }
 
 void Gathering::await_stage() {
