@@ -97,10 +97,16 @@ class Wait:
         self._abort: Callable[[str], None] | None = None
         self.ended = ""
         self.never = False
+        self._told = ""
+
+    def is_told_again(self, news: str) -> bool:
+        """Whether this wait has been told so before: a rank may be about to fail alike."""
+        before, self._told = self._told, news
+        return before == news
 
     def begin(self, abort: Callable[[str], None]) -> None:
         with self._lock:
-            self._abort, self.ended, self.never = abort, "", False
+            self._abort, self.ended, self.never, self._told = abort, "", False, ""
 
     def over(self) -> None:
         with self._lock:
@@ -190,6 +196,7 @@ class Connections:
             seat.publish(f"{what}: rank {self.rank} was interrupted")
             raise
         except (_C.BaguaError, dist.DistError) as error:
+            wait.over()  # an abort would end the communicators for what comes next
             seat.publish(str(error), _C.Blame.MAYBE_OTHER)
             kind = type(error) if isinstance(error, _C.BaguaError) else _C.BaguaError
             seen = f"{what}, rank {self.rank} of {self.size}: {wait.ended or error}"
@@ -249,7 +256,7 @@ class Connections:
         member, exited, _ = news.partition(" exited after ")
         if exited:
             self.give_up(wait, what, f"{member} has exited, and takes no part")
-        else:
+        elif wait.is_told_again(news):
             wait.end(news)
 
     def _seat_of_phases(self) -> _C.FailureBoard | None:
