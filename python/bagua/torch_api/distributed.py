@@ -201,7 +201,8 @@ class BaguaModule(torch.nn.Module):
         Sums over all rounds; bytes are payload without packet headers, times nanoseconds.
 
         Returns:
-            - ``rounds``: how many synchronising steps.
+            - ``rounds``: how many synchronising steps. ``built``: how many times buckets were
+              built, which begins the counts anew.
             - ``buckets``: per bucket ``name``, ``ops``, ``bytes`` (its size), ``rounds``;
               ``bytes_sent``, ``bytes_received``, ``messages_sent``, ``messages_received``;
               ``shm_bytes``, the part of ``bytes_sent`` that went through memory of one host;
