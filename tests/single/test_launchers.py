@@ -1,6 +1,5 @@
 """Places that other launchers than torchrun give their processes, from their variables."""
 
-import multiprocessing
 import os
 from unittest import mock
 
@@ -157,7 +156,7 @@ def test_impossible_and_missing_numbers_are_named():
 
 
 def test_a_child_of_multiprocessing_does_not_take_its_parents_place():
-    with mock.patch.object(multiprocessing, "parent_process", return_value=object()):
+    with mock.patch("bagua._core.group.variables.parent_process", return_value=object()):
         text = refused(numbers("OMPI_COMM_WORLD", 1, 2, 1, 2) | MEETING)
         assert "multiprocessing has started this process from one of them: set RANK" in text
         with in_environment(), pytest.warns(RuntimeWarning, match="it trains alone") as said:

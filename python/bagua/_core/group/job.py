@@ -10,7 +10,6 @@ import sys
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from multiprocessing import util
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -21,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bagua import _C
 from bagua._core.group import environment as env
-from bagua._core.group.connections import Connections, call_until
+from bagua._core.group.connections import Connections, call_until, fingerprint
 from bagua._core.group.interfaces import choose_interface, forget_interface, where_ranks_listen
 from bagua._core.group.membership import announce, job_at_work
 from bagua._core.group.process_group import (
@@ -288,7 +287,8 @@ def new_group(ranks: Sequence[int] | None = None, stream: Any = None) -> BaguaPr
             f"new_group: rank(s) {outside} are not in the world of {dist.get_world_size()}"
         )
     _group_counter += 1
-    name = str(_group_counter)
+    # Ranks may be in groups that they make in one call, with other members each.
+    name = f"{_group_counter}.{fingerprint([str(sorted(members))]):x}"
     return BaguaProcessGroup(members, name, _store_of(name), default.timeout, stream)
 
 
@@ -486,7 +486,8 @@ def _leave(process: int) -> None:
 def _leave_with_forked_process() -> None:
     """multiprocessing ends forked processes, such as those of a notebook, without ``atexit``."""
     global _leaving_process
-    if os.getpid() != _leaving_process:
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None and os.getpid() != _leaving_process:
         _leaving_process = os.getpid()
         util.Finalize(None, _leave_forked, (os.getpid(),), exitpriority=0)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 from typing import NamedTuple
 
+from bagua._core.group import variables
 from bagua._core.group.variables import integer
 
 # Numbers of Slurm's steps from here on are batch scripts and interactive shells, not srun's tasks.
@@ -153,7 +153,7 @@ def adopt_place() -> bool:
         f"({found.size_variable}={found.size}), this one as {found.launcher.rank}={found.rank}"
     )
     alone = f"to train alone, unset {found.launcher.rank}"
-    if multiprocessing.parent_process() is not None:
+    if variables.parent_process() is not None:
         raise ValueError(
             f"{said}, but multiprocessing has started this process from one of them: set RANK, "
             "WORLD_SIZE, MASTER_ADDR and MASTER_PORT in it, or call "

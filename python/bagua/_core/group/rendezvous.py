@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
 import secrets
 import time
@@ -21,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from bagua import _C
-from bagua._core.group import environment as env
+from bagua._core.group import environment as env, variables
 from bagua._core.group.warn import warn
 
 #: URL with which bagua asks torch for the store that torchrun's agent serves.
@@ -111,7 +110,7 @@ def is_one_of_several() -> bool:
 
 
 def _tell_alone() -> None:
-    if multiprocessing.parent_process() is None:
+    if variables.parent_process() is None:
         _log.info("no launcher: a single process. Use torchrun for more.")
         return
     warn(
@@ -336,8 +335,11 @@ def number_in(value: bytes, key: str, below: int) -> int:
 
 def lines_in(value: bytes, key: str) -> list[str]:
     """The lines of text, a JSON list, that the ``value`` of ``key`` is."""
-    lines = value_in(value, key, list)
-    if not all(isinstance(line, str) for line in lines):
+    try:
+        lines = json.loads(value) if len(value) <= _MOST_BYTES else None
+    except (ValueError, RecursionError):
+        lines = None
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
         _refuse(key, value, "no list of lines")
     return lines
 

@@ -1,6 +1,14 @@
-"""Numbers in environment variables."""
+"""Numbers in environment variables, and the process that has started this one."""
 
 import os
+import sys
+from typing import Any
+
+
+def parent_process() -> Any:
+    """The process from which multiprocessing has started this one, or None."""
+    module = sys.modules.get("multiprocessing.process")
+    return None if module is None else module.parent_process()
 
 
 def integer(name: str, default: int) -> int:
