@@ -631,7 +631,7 @@ class _Strategies(dict[str, Any]):
     """``BaguaStrategy`` and ``BaguaFabricStrategy`` by the name of their package."""
 
     def __missing__(self, package: str) -> Any:
-        tree = "lightning" if package.startswith("lightning.") else "pytorch_lightning"
+        tree = "lightning" if package.split(".")[0] == "lightning" else "pytorch_lightning"
         if package != tree and package not in _OTHER:
             raise KeyError(package)
         self.add(tree, _register(tree))
