@@ -153,7 +153,7 @@ class Connections:
         self._node = env.get_node_number() if node is None else node
         self._came: set[str] = set()  # to meetings that were left by an exception
         self._waits_in: _C.Gathering | None = None  # the main thread
-        if rank >= 0:  # before anyone can wait for it
+        if rank >= 0 and self.size > 1:  # before anyone can wait for it
             self._meeting_of_nodes = self._meeting("nodes", list(range(self.size)))
             self._meeting_of_nodes.bring(str(self._node))
 
@@ -592,6 +592,8 @@ class Connections:
 
         ``patience``: for members that have not made it yet; default the group's timeout.
         """
+        if self.size == 1:
+            return [self._node]
         if self._nodes is None:
             with self._met("nodes", list(range(self.size)), self._meeting_of_nodes) as meeting:
                 texts = meeting.texts((patience or self.timeout).total_seconds())

@@ -151,16 +151,26 @@ def init_process_group(
             keys = store
         choose_interface(store)
         fresh_keys = c10d.PrefixStore(f"bagua/{_incarnation}/torch", store)
-        _make_torch_group(backend or _default_backend(), fresh_keys, rank, world_size, timeout)
+        # A process that comes back meets nobody here: the others have long been through.
+        connections = Connections(
+            fresh_keys,
+            0 if comes_back else rank,
+            [rank] if comes_back else list(range(world_size)),
+            patience,
+        )
+        _make_torch_group(backend or _default_backend(), connections, rank, world_size, timeout)
         _made_torch_group = True
     _make_default_group(timeout, comes_back, keys or c10d._get_default_store())
 
 
 def _make_torch_group(
-    backend: str, store: c10d.Store, rank: int, world_size: int, timeout: timedelta | None
+    backend: str,
+    connections: Connections,
+    rank: int,
+    world_size: int,
+    timeout: timedelta | None,
 ) -> None:
-    everyone = list(range(world_size))
-    connections = Connections(store, rank, everyone, timeout or c10d.default_pg_timeout)
+    store = connections.store
     with connections.collective_phase("init_process_group"):
         sockets = _C.OpenedSockets()
         try:
