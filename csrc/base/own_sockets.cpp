@@ -25,15 +25,10 @@ namespace {
 constexpr int kIdleSeconds = 30;
 constexpr int kProbes = 3;
 
-struct KeptSocket {
-  int number;
-  ino_t inode;  // the number may be another file's by now
-};
-
 // State of the handlers of fork(). Never destroyed: a process may fork until its end.
 struct KeptSockets {
   std::mutex mutex;
-  std::vector<KeptSocket> sockets;
+  std::vector<OpenFile> sockets;
   int nothing = open("/dev/null", O_RDWR | O_CLOEXEC);
 };
 
@@ -42,10 +37,9 @@ KeptSockets& kept() {
   return *made;
 }
 
-bool is_open(const KeptSocket& socket) {
+bool is_open(const OpenFile& file) {
   struct stat status{};
-  return fstat(socket.number, &status) == 0 && S_ISSOCK(status.st_mode) &&
-         status.st_ino == socket.inode;
+  return fstat(file.number, &status) == 0 && status.st_ino == file.inode;
 }
 
 void before_fork() { kept().mutex.lock(); }
@@ -54,21 +48,23 @@ void after_fork_in_parent() { kept().mutex.unlock(); }
 
 // Only calls that are allowed between fork and exec.
 void after_fork_in_child() {
-  for (const KeptSocket& socket : kept().sockets) {
+  for (const OpenFile& socket : kept().sockets) {
     if (is_open(socket)) dup3(kept().nothing, socket.number, O_CLOEXEC);
   }
   kept().mutex.unlock();
 }
 
-std::set<int> open_files() {
-  std::set<int> numbers;
+std::set<OpenFile> open_files() {
+  std::set<OpenFile> files;
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", error)) {
-    numbers.insert(std::stoi(entry.path().filename().string()));
+    struct stat status{};
+    const int number = std::stoi(entry.path().filename().string());
+    if (fstat(number, &status) == 0) files.insert({.number = number, .inode = status.st_ino});
   }
   // The folder itself was open; a socket may take its number next.
-  std::erase_if(numbers, [](int number) { return fcntl(number, F_GETFD) < 0; });
-  return numbers;
+  std::erase_if(files, [](const OpenFile& file) { return fcntl(file.number, F_GETFD) < 0; });
+  return files;
 }
 
 bool is_tcp(int number) {
@@ -125,24 +121,22 @@ void OpenedSockets::keep_from_children() const {
   std::call_once(registered,
                  [] { pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child); });
   const std::lock_guard lock(kept().mutex);
-  std::erase_if(kept().sockets, [](const KeptSocket& socket) { return !is_open(socket); });
-  for (const int number : open_files()) {
-    struct stat status{};
-    if (before_.contains(number) || !is_inheritable_tcp(number)) continue;
-    if (fstat(number, &status) != 0) continue;
-    fcntl(number, F_SETFD, FD_CLOEXEC);
-    kept().sockets.push_back({.number = number, .inode = status.st_ino});
+  std::erase_if(kept().sockets, [](const OpenFile& socket) { return !is_open(socket); });
+  for (const OpenFile& file : open_files()) {
+    if (before_.contains(file) || !is_inheritable_tcp(file.number)) continue;
+    fcntl(file.number, F_SETFD, FD_CLOEXEC);
+    kept().sockets.push_back(file);
   }
 }
 
 void OpenedSockets::give_up_after(std::chrono::milliseconds silence) const {
-  for (const int number : open_files()) {
-    if (!before_.contains(number) && is_tcp(number)) ask_after(number, silence);
+  for (const OpenFile& file : open_files()) {
+    if (!before_.contains(file) && is_tcp(file.number)) ask_after(file.number, silence);
   }
 }
 
 void torch_sockets_give_up_after(std::chrono::milliseconds silence, int store_port) {
-  for (const int number : open_files()) {
+  for (const auto [number, inode] : open_files()) {
     if (is_inheritable_tcp(number) || (is_tcp(number) && has_port(number, store_port)))
       ask_after(number, silence);
   }

@@ -2,9 +2,20 @@
 #pragma once
 
 #include <chrono>
+#include <compare>
 #include <set>
 
+#include <sys/types.h>
+
 namespace bagua {
+
+// An open file of this process. Its number may be another file's a moment later.
+struct OpenFile {
+  int number;
+  ino_t inode;
+
+  auto operator<=>(const OpenFile&) const = default;
+};
 
 // Note [Sockets and children]
 // The other ranks learn of a killed one when the kernel closes its sockets, which it does when no
@@ -30,7 +41,7 @@ class OpenedSockets {
   void give_up_after(std::chrono::milliseconds silence) const;
 
  private:
-  std::set<int> before_;
+  std::set<OpenFile> before_;
 };
 
 // As `give_up_after`, for sockets that others have opened before bagua: those of torch's groups,

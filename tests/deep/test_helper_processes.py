@@ -122,12 +122,15 @@ def test_a_forked_child_touches_nothing_that_its_parent_uses(ranks, name, transp
 
 
 def test_sockets_opened_since_are_kept_from_children_and_give_up_and_no_others():
-    with socket.socket() as before:
+    with socket.socket() as before, socket.socket() as gone:
         before.set_inheritable(True)
+        number = gone.fileno()
         opened = _C.OpenedSockets()
+        gone.close()  # another socket takes its number
         with socket.socket() as first, socket.socket() as second:
             for since in (first, second):
                 since.set_inheritable(True)
+            assert number in (first.fileno(), second.fileno())
             opened.keep_from_children()
             opened.give_up_after(2.5)
             limits = [
