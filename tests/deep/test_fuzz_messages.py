@@ -10,6 +10,9 @@ from bagua import BaguaError, BaguaMismatchError
 from bagua._core.eager import objects as _objects
 from bagua._core.group import rendezvous as _rendezvous
 from bagua._core.state import initial_state as _initial_state
+from bagua._tools import top
+from bagua._tools.doctor import links, sums, verdict
+from bagua._tools.meeting import made
 from support.mutations import attempt, chances, changed_bytes, json_of
 from support.options import StrangeSGD
 
@@ -195,3 +198,40 @@ def test_any_value_of_the_store_is_lines_or_refused():
             assert "under 'key', which is no list of lines" in message, number
         else:
             assert all(isinstance(line, str) for line in read), number
+
+
+CARD = verdict.own_card("cpu")._asdict()
+MEASURED = {"latency": 1e-4, "ahead": -0.5, "sent": 1e6, "received": 2e6}
+SUMS = {key: {"error": 0.5, "seconds": 1.0, "digest": "ab"} for key in ("exact", "8-bit")}
+NUMBERS = dict.fromkeys((*top._NUMBERS, *top.TIMES, "at", "every"), 1)
+PUBLICATION = NUMBERS | {"world": 2, "host": "a", "ended": False}
+#: What tools read from the store: a word, and what it is read by.
+READ_BY_TOOLS = {
+    "card": (CARD, lambda word: made(verdict.card_from(word))),
+    "failures": ({"1": "refused"}, lambda word: links.failures_from(word, 2)),
+    "pairs": ([[0, 1], [2, 3]], lambda word: links.pairs_from(word, 4)),
+    "measured": (MEASURED, links.measured_from),
+    "sums": (SUMS, sums.sums_from),
+    "publication": (PUBLICATION, lambda word: top._of_rank(1, word)),
+}
+
+
+def test_any_word_for_a_tool_is_usable_or_refused_with_its_key():
+    card = verdict.Card(**CARD)._replace(address="127.0.0.1")
+    page = {0: card, 1: card}
+    for what, (whole, form) in READ_BY_TOOLS.items():
+        for number, chance in chances(INPUTS // 4, SEED):
+            text = json.dumps(whole).encode()
+            data = changed_bytes(chance, text) if number % 2 else json_of(chance, whole)
+            read, message = attempt(BaguaError, _rendezvous.value_in, data, "key", form, 2**20)
+            if read is None:
+                assert "under 'key', which is not of the form" in message or data == b"null", number
+                assert message.isprintable()
+            elif what == "publication":
+                rows = top.rows_of({1: read}, {1: read | {"at": 0.0}}, {1: 0.0})
+                assert all(line.isprintable() for line in top.table(rows, 2, "")), number
+            elif what == "sums":
+                assert isinstance(sums.findings_of_sums({0: read, 1: SUMS}), list)
+            elif what == "failures":
+                unreachable = {(0, other): reason for other, reason in read.items()}
+                verdict.findings_of_links(page, unreachable, {}, {}, 4.0, 0.0)

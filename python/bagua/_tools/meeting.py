@@ -1,19 +1,26 @@
-"""Words in the job's store, read and written without a wait that hangs."""
+"""Words in the job's store: written and read without a wait that hangs, checked before use."""
 
 from __future__ import annotations
 
 import json
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import distributed_c10d as c10d
+
+from bagua._core.group.rendezvous import value_in
+from bagua._tools.report import printable
+
+Word = TypeVar("Word")
 
 _PAUSES = (0.001, 0.02)  # seconds between two looks at the store: the first, and the longest
 _STORE_SECONDS = 5.0  # that one question to a living store may take
 _LONGEST_WORD = 1 << 20  # bytes
+_LONGEST_TEXT = 200  # characters
 
 
 class StoreTimeoutError(RuntimeError):
@@ -44,8 +51,11 @@ class Meeting:
     def has(self, key: str) -> bool:
         return bool(self._ask(lambda: self._store.check([key])))
 
-    def read(self, key: str, seconds: float) -> Any:
-        """The JSON under ``key``, which may come within ``seconds``, or MissingReplyError."""
+    def read(self, key: str, seconds: float, form: Callable[[Any], Word]) -> Word:
+        """What ``form`` makes of the JSON under ``key``, which may come within ``seconds``.
+
+        Raises MissingReplyError where nothing comes, BaguaError where ``form`` refuses it.
+        """
         deadline, pause = time.monotonic() + seconds, _PAUSES[0]
         while not self.has(key):
             if time.monotonic() > deadline:
@@ -53,10 +63,7 @@ class Meeting:
             time.sleep(pause)
             pause = min(2 * pause, _PAUSES[1])
         value = bytes(self._ask(lambda: self._store.get(key)))
-        try:
-            return json.loads(value) if len(value) <= _LONGEST_WORD else None
-        except (ValueError, RecursionError) as error:
-            raise MissingReplyError(f"'{key}' has {value[:40]!r}") from error
+        return value_in(value, key, form, _LONGEST_WORD)
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -76,3 +83,48 @@ class Meeting:
                 answers.put(question())
             except RuntimeError as error:  # of the store: torch's DistError is one
                 answers.put(error)
+
+
+# Forms of words: each raises ValueError for a word that another one has written.
+
+
+def made(word: Word | None) -> Word:
+    """Something, where None says that a word was refused."""
+    if word is None:
+        raise ValueError
+    return word
+
+
+def one_of(word: Any, *allowed: Any) -> Any:
+    """One of some plain values."""
+    if not any(type(word) is type(value) and word == value for value in allowed):
+        raise ValueError(word)
+    return word
+
+
+def whole(word: Any, below: int = 1 << 63, least: int = 0) -> int:
+    """A whole number from ``least`` up to, not including, ``below``."""
+    if type(word) is not int or not least <= word < below:
+        raise ValueError(word)
+    return word
+
+
+def finite(word: Any, least: float = -math.inf) -> float:
+    """A finite number of at least ``least``."""
+    if type(word) not in (int, float) or not (math.isfinite(word) and word >= least):
+        raise ValueError(word)
+    return float(word)
+
+
+def text(word: Any) -> str:
+    """A text, cut and printable."""
+    if type(word) is not str:
+        raise ValueError(word)
+    return printable(word[:_LONGEST_TEXT])
+
+
+def mapping(word: Any, keys: set[str]) -> dict[str, Any]:
+    """An object with these keys alone."""
+    if type(word) is not dict or word.keys() != keys:
+        raise ValueError(word)
+    return word

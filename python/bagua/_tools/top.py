@@ -6,16 +6,25 @@ import argparse
 import shutil
 import statistics
 import sys
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bagua import BaguaError
 from bagua._core.group.rendezvous import connect_store
-from bagua._tools.meeting import Meeting, MissingReplyError, StoreTimeoutError
-from bagua._tools.report import printable
+from bagua._tools.meeting import (
+    Meeting,
+    MissingReplyError,
+    StoreTimeoutError,
+    finite,
+    made,
+    text,
+    whole,
+)
 from bagua._watch.publisher import KEY, TIMES
 
 SUMMARY = "show a running job, rank by rank"
@@ -39,7 +48,8 @@ _PATIENCE = timedelta(seconds=5)
 _SILENT_PUBLICATIONS = 5  # of which nothing was heard
 _BLOCKED = 0.1  # share of its time that a rank waits for a straggler, at least
 _NUMBERS = ("world", "rank", "node", "pid", "number", "rounds", "bytes_sent", "bytes_received")
-_SECONDS = ("at", "every")
+_MOST = {"world": 1 << 16, "rank": 1 << 16}  # of the numbers; of others what 63 bits say
+_WIDTH = 80
 _HEADER = (
     f"{'rank':>4} {'host':<12} {'step':>9} {'steps/s':>8} {'sent MB/s':>9} "
     f"{'wire':>5} {'enc':>5} {'wait':>5} {'blocked':>7}"
@@ -94,6 +104,7 @@ class _Job:
         self._now: dict[int, Publication] = {}
         self._before: dict[int, Publication] = {}
         self._seen: dict[int, float] = {}
+        self._refused = ""
 
     @property
     def complete(self) -> bool:
@@ -102,7 +113,7 @@ class _Job:
     @property
     def ended(self) -> bool:
         ranks = list(self._now.values())
-        return len(ranks) == self._world > 0 and all(word.get("ended") is True for word in ranks)
+        return len(ranks) == self._world > 0 and all(word["ended"] for word in ranks)
 
     @property
     def _world(self) -> int:
@@ -111,11 +122,14 @@ class _Job:
     def look(self) -> None:
         for rank in range(max(1, self._world)):
             try:
-                word = publication_from(self._meeting.read(KEY.format(rank=rank), 0.0))
+                word = self._meeting.read(KEY.format(rank=rank), 0.0, partial(_of_rank, rank))
             except MissingReplyError:
                 continue
+            except BaguaError as error:  # another one has written there
+                self._refused = str(error)
+                continue
             known = self._now.get(rank)
-            if word is None or (known and known["number"] == word["number"]):
+            if known and known["number"] == word["number"]:
                 continue
             if known:
                 self._before[rank] = known
@@ -125,9 +139,14 @@ class _Job:
     def lines(self) -> list[str]:
         title = f"bagua top: {self._name}"
         if not self._now:
-            return [title, "", "waiting for the ranks' first publication (BAGUA_TOP=1)"]
+            wait = "waiting for the ranks' first publication (BAGUA_TOP=1)"
+            return [title, "", wait, *self._warning()]
         ages = {rank: time.monotonic() - seen for rank, seen in self._seen.items()}
-        return table(rows_of(self._now, self._before, ages), self._world, title)
+        rows = rows_of(self._now, self._before, ages)
+        return [*table(rows, self._world, title), *self._warning()]
+
+    def _warning(self) -> list[str]:
+        return textwrap.wrap(self._refused, _WIDTH)
 
 
 def _show(job: _Job, arguments: argparse.Namespace) -> None:
@@ -185,15 +204,24 @@ class Row(NamedTuple):
 
 
 def publication_from(word: Any) -> Publication | None:
-    if not isinstance(word, dict) or type(word.get("host")) is not str:
+    try:
+        numbers = {key: whole(word[key], _MOST.get(key, 1 << 63)) for key in (*_NUMBERS, *TIMES)}
+        return {
+            **numbers,
+            "at": finite(word["at"]),
+            "every": finite(word["every"], 0.0),
+            "host": text(word["host"]),
+            "ended": word["ended"] is True,
+        }
+    except (ValueError, TypeError, LookupError):
         return None
-    integers = (word.get(key) for key in (*_NUMBERS, *TIMES))
-    seconds = (word.get(key) for key in _SECONDS)
-    if not all(type(number) is int for number in integers):
-        return None
-    if not all(type(number) in (int, float) for number in seconds):
-        return None
-    return {**word, "host": printable(word["host"][:100])}
+
+
+def _of_rank(rank: int, word: Any) -> Publication:
+    publication = made(publication_from(word))
+    if not publication["rank"] == rank < publication["world"]:
+        raise ValueError(word)
+    return publication
 
 
 def rows_of(
@@ -207,7 +235,7 @@ def rows_of(
     rows = [_row(now[rank], before.get(rank)) for rank in sorted(now)]
     marks = [
         "ended"
-        if now[row.rank].get("ended") is True
+        if now[row.rank]["ended"]
         else "silent"
         if age[row.rank] > _SILENT_PUBLICATIONS * now[row.rank]["every"]
         else ""
@@ -221,14 +249,14 @@ def rows_of(
 
 
 def table(rows: Sequence[Row], world: int, title: str) -> list[str]:
-    lines = [f"{title}, {len(rows)} of {world} rank(s)"[:80], "", _HEADER]
+    lines = [f"{title}, {len(rows)} of {world} rank(s)"[:_WIDTH], "", _HEADER]
     for row in rows:
         line = (
             f"{row.rank:>4} {row.host[:12]:<12} {row.step:>9} {row.steps:>8.2f} "
             f"{row.sent / 1e6:>9.2f} {row.wire:>5.0%} {row.encode:>5.0%} {row.waiting:>5.0%} "
             f"{row.blocked:>7.0%} {row.mark}"
         )
-        lines.append(line.rstrip()[:80])
+        lines.append(line.rstrip()[:_WIDTH])
     return lines
 
 

@@ -344,10 +344,12 @@ def lines_in(value: bytes, key: str) -> list[str]:
     return lines
 
 
-def value_in(value: bytes, key: str, read: Callable[[Any], Value]) -> Value:
+def value_in(
+    value: bytes, key: str, read: Callable[[Any], Value], most_bytes: int = _MOST_BYTES
+) -> Value:
     """What ``read`` makes of the JSON that the ``value`` of ``key`` is."""
     try:
-        if len(value) <= _MOST_BYTES:
+        if len(value) <= most_bytes:
             return read(json.loads(value))
     except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError):
         pass

@@ -22,8 +22,18 @@ from bagua import _C, BaguaError
 from bagua._core.group import environment as env
 from bagua._core.group.interfaces import choose_interface
 from bagua._core.group.rendezvous import agree_on_incarnation, is_one_of_several
-from bagua._tools.doctor.links import Measured, Place, Post, all_pairs, measure, rounds_of_pairs
-from bagua._tools.doctor.sums import ELEMENTS, findings_of_sums, reduce_everywhere
+from bagua._tools.doctor.links import (
+    Measured,
+    Place,
+    Post,
+    all_pairs,
+    failures_from,
+    measure,
+    measured_from,
+    pairs_from,
+    rounds_of_pairs,
+)
+from bagua._tools.doctor.sums import ELEMENTS, findings_of_sums, reduce_everywhere, sums_from
 from bagua._tools.doctor.verdict import (
     Card,
     Finding,
@@ -35,7 +45,14 @@ from bagua._tools.doctor.verdict import (
     ranks_text,
     slowest_direction,
 )
-from bagua._tools.meeting import Meeting, MissingReplyError, StoreTimeoutError
+from bagua._tools.meeting import (
+    Meeting,
+    MissingReplyError,
+    StoreTimeoutError,
+    Word,
+    made,
+    one_of,
+)
 from bagua._tools.report import printable
 
 SUMMARY = "check the links between the ranks of a job; started by torchrun"
@@ -52,6 +69,7 @@ exit code: 0 no fault found, 1 something is broken, 2 wrong use
 
 _GRACE = 5.0  # seconds beyond the timeout that a rank is given for its answer
 _FAREWELL = 1.0  # seconds that rank 0 leaves its store to ranks that still read
+_SECRET = 32  # letters
 _MANY_LINKS = 66
 _COLUMNS = 80
 _MOST_FINDINGS = 30
@@ -192,30 +210,30 @@ class _Examination:
             )
         except MissingReplyError as error:
             return _say(f"BROKEN: rank {self._rank}: rank 0 has stopped answering ({error})")
+        except BaguaError as error:  # a word that rank 0 has not written
+            return _say(f"BROKEN: rank {self._rank}: {error}")
         finally:
             if self._post is not None:
                 self._post.close()
 
     def _exchange_cards(self) -> None:
-        secret = secrets.token_hex(16)
+        secret = secrets.token_hex(_SECRET // 2)
         if self._rank == 0:
             self._meeting.write("secret", secret)
-        secret = str(self._meeting.read("secret", self._limit()))
+        secret = self._meeting.read("secret", self._limit(), _secret_from)
         card = own_card(self._device().type)
         if card.address:
-            key = secret.encode()[:32].ljust(32)
             try:
-                self._post = Post(card.address, self._rank, key, self._arguments.timeout)
+                self._post = Post(
+                    card.address, self._rank, secret.encode(), self._arguments.timeout
+                )
                 card = card._replace(port=self._post.place.port)
             except OSError as error:
                 card = card._replace(address="", reason=f"{card.reason} ({error})")
         self._meeting.write(f"card/{self._rank}", card._asdict())
-        for rank, word in self._words("card", "its description", self._by()).items():
-            described = card_from(word)
-            if described is None:
-                self._lose(rank, "its description makes no sense")
-            else:
-                self._cards[rank] = described
+        self._cards = self._words(
+            "card", "its description", self._by(), lambda word: made(card_from(word))
+        )
         if self._rank == 0:
             self._findings += findings_of_cards(self._cards)
 
@@ -230,15 +248,21 @@ class _Examination:
         if self._rank != 0:
             return
         # Connecting takes up to two timeouts.
-        words = self._words("connected", "whom it has reached", self._by(self._arguments.timeout))
-        for rank, word in words.items():
-            for other, reason in word.items() if isinstance(word, dict) else ():
-                self._unreachable[rank, int(other)] = str(reason)
+        words = self._words(
+            "connected",
+            "whom it has reached",
+            self._by(self._arguments.timeout),
+            lambda word: failures_from(word, self._size),
+        )
+        for rank, failed in words.items():
+            self._unreachable |= {(rank, other): reason for other, reason in failed.items()}
 
     def _measure(self) -> None:
         if self._rank != 0:
             for number in range(1 << 30):
-                pairs = self._meeting.read(f"round/{number}", self._longest())
+                pairs = self._meeting.read(
+                    f"round/{number}", self._longest(), lambda word: pairs_from(word, self._size)
+                )
                 if pairs is None:
                     return
                 self._measure_in(number, pairs)
@@ -273,15 +297,16 @@ class _Examination:
             self._meeting.write(f"measured/{number}/{self._rank}", word)
 
     def _note_link(self, number: int, pair: Pair, deadline: float) -> None:
-        words = self._words(f"measured/{number}", "how fast its link is", deadline, pair)
-        failures = [word for word in words.values() if not isinstance(word, dict)]
+        key, what = f"measured/{number}", "how fast its link is"
+        words = self._words(key, what, deadline, measured_from, pair)
+        failures = [word for word in words.values() if isinstance(word, str)]
         if len(words) < 2:
             self._links[pair] = "no answer"
         elif failures:
             self._links[pair] = "fails under load"
-            self._broke[pair] = "; ".join(map(str, failures))
+            self._broke[pair] = "; ".join(failures)
         else:
-            self._links[pair] = Measured(**words[pair[0]])
+            self._links[pair] = words[pair[0]]
 
     def _reduce(self) -> None:
         if self._rank == 0:
@@ -297,7 +322,9 @@ class _Examination:
             )
             whole = sorted(measured) == all_pairs(self._size)
             self._meeting.write("reduce", whole and not self._lost)
-        if not self._meeting.read("reduce", self._longest()):
+        if not self._meeting.read(
+            "reduce", self._longest(), lambda word: one_of(word, True, False)
+        ):
             return
         # Two connections of gloo, and four all-reduces.
         limit = timedelta(seconds=2 * self._arguments.timeout)
@@ -312,7 +339,8 @@ class _Examination:
         word = _within(reduce, 2 * limit.total_seconds(), "it hangs")
         self._meeting.write(f"sums/{self._rank}", word)
         if self._rank == 0:
-            self._sums = self._words("sums", "its result", self._by(2 * limit.total_seconds()))
+            deadline = self._by(2 * limit.total_seconds())
+            self._sums = self._words("sums", "its result", deadline, sums_from)
             self._findings += findings_of_sums(self._sums)
 
     def _conclude(self) -> int:
@@ -324,7 +352,7 @@ class _Examination:
             self._meeting.write("code", code)
             self._wait_for_readers()
             return code
-        code = int(self._meeting.read("code", self._longest()))
+        code = self._meeting.read("code", self._longest(), lambda word: int(one_of(word, 0, 1)))
         self._meeting.write(f"left/{self._rank}", True)
         return code
 
@@ -336,16 +364,24 @@ class _Examination:
                 time.sleep(0.01)
 
     def _words(
-        self, key: str, what: str, deadline: float, ranks: Iterable[int] | None = None
-    ) -> dict[int, Any]:
+        self,
+        key: str,
+        what: str,
+        deadline: float,
+        form: Callable[[Any], Word],
+        ranks: Iterable[int] | None = None,
+    ) -> dict[int, Word]:
         """The word under ``key`` of every rank, or of ``ranks``; a rank without one is lost."""
         found = {}
         for rank in sorted(set(ranks or range(self._size)) - self._lost):
             left = max(0.0, deadline - time.monotonic())
             try:
-                found[rank] = self._meeting.read(f"{key}/{rank}", left)
+                found[rank] = self._meeting.read(f"{key}/{rank}", left, form)
             except MissingReplyError:
                 self._lose(rank, f"it has not told {what}")
+            except BaguaError as error:
+                self._lost.add(rank)
+                self._findings.append(Finding(f"{ranks_text([rank])}: {error}"))
         return found
 
     def _by(self, more_seconds: float = 0.0) -> float:
@@ -384,8 +420,14 @@ def _within(work: Callable[[], Any], seconds: float, otherwise: str) -> Any:
     return results[0] if results else otherwise
 
 
-def _say(text: str) -> int:
-    sys.stderr.write(text + "\n")
+def _secret_from(word: Any) -> str:
+    if type(word) is not str or len(word) != _SECRET or not word.isalnum():
+        raise ValueError(word)
+    return word
+
+
+def _say(line: str) -> int:
+    sys.stderr.write(line + "\n")
     return 1
 
 

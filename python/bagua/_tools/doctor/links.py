@@ -10,9 +10,10 @@ import struct
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bagua import _C
+from bagua._tools.meeting import finite, mapping, text, whole
 
 _GREETING = struct.Struct("!32sII")  # secret of the job, rank that connects, rank that is meant
 _NUMBER = struct.Struct("!d")
@@ -97,6 +98,8 @@ class Post:
     def connection(self, other: int) -> socket.socket:
         """The connection that the lower rank has opened."""
         if self._rank < other:
+            if other not in self._opened:
+                raise ConnectionError(f"there is no connection to rank {other}")
             return self._opened[other]
         with self._arrival:
             if not self._arrival.wait_for(lambda: other in self._taken, self._timeout):
@@ -157,6 +160,30 @@ def measure(connection: socket.socket, first: bool, most_bytes: int) -> Measured
         latency, ahead = _ask_clock(connection)
         received, sent = _take_in(connection), _send(connection, most_bytes)
     return Measured(latency, ahead, sent, received)
+
+
+def measured_from(word: Any) -> Measured | str:
+    """What an end of a link has told: how fast the link is, or why it could not be measured."""
+    if isinstance(word, str):
+        return text(word)
+    least = {"latency": 0.0, "sent": 0.0, "received": 0.0}
+    told = mapping(word, set(Measured._fields)).items()
+    return Measured(**{name: finite(value, least.get(name, -1e18)) for name, value in told})
+
+
+def failures_from(word: Any, ranks: int) -> dict[int, str]:
+    """The ranks that one has not reached, with the reasons."""
+    numbers = {str(rank): rank for rank in range(ranks)}
+    return {numbers[other]: text(reason) for other, reason in word.items()}
+
+
+def pairs_from(word: Any, ranks: int) -> list[tuple[int, int]] | None:
+    """The links that are measured in a round; None: there is no further round."""
+    if word is None:
+        return None
+    if type(word) is not list:
+        raise ValueError(word)
+    return [(whole(a, ranks), whole(b, ranks)) for a, b in word]
 
 
 def _ask_clock(connection: socket.socket) -> tuple[float, float]:

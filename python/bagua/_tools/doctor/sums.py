@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from bagua import _C
 from bagua._core.group.connections import Connections
 from bagua._tools.doctor.verdict import Finding, ranks_text
+from bagua._tools.meeting import finite, mapping, text
 
 ELEMENTS = 100_003  # of float32; no number of ranks from 2 on divides it
 _CODEC = "block_uint8"
@@ -52,6 +53,20 @@ def reduce_everywhere(
         error = float((result.double() - mean).norm() / mean.norm())
         digest = hashlib.blake2b(result.numpy().tobytes(), digest_size=8).hexdigest()
         results[name] = {"error": error, "seconds": seconds, "digest": digest}
+    return results
+
+
+def sums_from(word: Any) -> dict[str, Any] | str:
+    """What a rank has told of the all-reduces: as ``reduce_everywhere``, or why they failed."""
+    if isinstance(word, str):
+        return text(word)
+    results = {}
+    for name, told in mapping(word, set(_LIMITS)).items():
+        result = mapping(told, {"error", "seconds", "digest"})
+        if type(result["error"]) is not float:  # which may be NaN
+            raise ValueError(result)
+        seconds, digest = finite(result["seconds"], 0.0), text(result["digest"])
+        results[name] = {"error": result["error"], "seconds": seconds, "digest": digest}
     return results
 
 

@@ -16,13 +16,13 @@ import bagua
 from bagua import _C, _build
 from bagua._core.group import environment as env
 from bagua._tools.doctor.links import Measured
-from bagua._tools.report import architectures, gloo_address, interfaces, printable
+from bagua._tools.meeting import mapping, text, whole
+from bagua._tools.report import architectures, gloo_address, interfaces
 
 Pair = tuple[int, int]
 
 _CLOCK_SECONDS = 1.0  # by which clocks may differ without a remark
 _UNEQUAL = 2.0  # ratio of the directions of a link between nodes from which there is a remark
-_LONGEST = 200  # characters of a text that another rank has written
 
 
 class Card(NamedTuple):
@@ -74,15 +74,18 @@ def own_card(device: str) -> Card:
 
 
 def card_from(word: Any) -> Card | None:
-    kinds = {"node": int, "pid": int, "port": int, "mtu": int}
-    if not isinstance(word, dict) or word.keys() != set(Card._fields):
+    numbers = {"node": 1 << 31, "pid": 1 << 31, "port": 1 << 16, "mtu": 1 << 31}
+    try:
+        fields: dict[str, Any] = {
+            name: whole(value, numbers[name]) if name in numbers else text(value)
+            for name, value in mapping(word, set(Card._fields)).items()
+        }
+        card = Card(**fields)
+        if card.address:
+            ipaddress.ip_address(card.address)
+    except ValueError:
         return None
-    if not all(type(value) is kinds.get(name, str) for name, value in word.items()):
-        return None
-    fields: dict[str, Any] = {
-        k: printable(v[:_LONGEST]) if isinstance(v, str) else v for k, v in word.items()
-    }
-    return Card(**fields)
+    return card
 
 
 class Finding(NamedTuple):
