@@ -61,6 +61,7 @@ struct DynamicLane::State final : LaneCore {
   const uint64_t incarnation;
   std::deque<Pending> pending;  // the first one may be running
   bool running = false;
+  std::string outside;  // waits_outside()
   int64_t done = 0;
   int64_t agreed = 0;             // jobs that the ranks have compared
   std::atomic<int64_t> round{0};  // of the last job that was posted
@@ -83,6 +84,7 @@ struct DynamicLane::State final : LaneCore {
 
 Whereabouts DynamicLane::State::whereabouts() const {
   const std::lock_guard lock(mutex);
+  if (pending.empty() && !outside.empty()) return {round, true, outside};
   if (pending.empty()) return {round, false, concat("computing, ", done, " jobs are done")};
   const std::string& name = pending.front().job.plan->name;
   return {round, true, concat("bucket '", name, running ? "' is under way" : "' waits for others")};
@@ -261,6 +263,12 @@ void DynamicLane::transport_failed(const std::string& reason) noexcept {
   if (!state_.here()) return;
   state_->fail(std::make_exception_ptr(TransportError(concat(state_->whoami(), ": ", reason))),
                FailurePoint::kBetweenRounds);
+}
+
+void DynamicLane::waits_outside(std::string text) noexcept {
+  if (!state_.here()) return;
+  const std::lock_guard lock(state_->mutex);
+  state_->outside = std::move(text);
 }
 
 void DynamicLane::stop() noexcept {

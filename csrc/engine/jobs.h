@@ -69,6 +69,10 @@ class DynamicLane {
   // be the cause, and is looked for (Note [Diagnosis]). check() then throws what was found.
   void transport_failed(const std::string& reason) noexcept;
 
+  // This rank waits for others outside of the lane, in a collective of torch's that `text` names;
+  // empty: not any more.
+  void waits_outside(std::string text) noexcept;
+
   // Stops the thread; pending futures fail. Called by the destructor; idempotent.
   void stop() noexcept;
 

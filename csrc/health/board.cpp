@@ -60,6 +60,7 @@ struct Board::State {
   // A wait at a seat, for the thread that asks.
   struct Wait {
     int64_t round = -1;
+    std::string text{};     // Whereabouts::text: another one is another wait
     milliseconds since{0};  // on the clock
     milliseconds next{0};   // how long it has lasted when it is looked at next
     std::shared_ptr<const Snapshot> before{};
@@ -191,8 +192,8 @@ void Board::State::watch(c10d::Store& store, const Seat& seat, const Whereabouts
   const milliseconds now = reports.clock->now();
   const milliseconds first = reports.after.count() > 0 ? reports.after : kFirstLook;
   Wait& wait = waits[seat.looker.seat];
-  if (wait.round != here.round || wait.next.count() == 0) {
-    wait = {.round = here.round, .since = now, .next = first};
+  if (wait.round != here.round || wait.text != here.text || wait.next.count() == 0) {
+    wait = {.round = here.round, .text = here.text, .since = now, .next = first};
   }
   if (now - wait.since < wait.next) return;
   const Answer answer = [&](const StoreWorker::Question& question) {

@@ -248,6 +248,17 @@ def test_a_wait_tells_in_which_other_call_the_missing_rank_is():
     )
 
 
+def test_a_wait_that_goes_on_to_another_message_is_not_a_long_one():
+    reports = []
+    (_, calls), _ = group_of_two(dist.HashStore(), reports, after=0.8)
+    deadline, number = time.monotonic() + 3.0, 0
+    while time.monotonic() < deadline:
+        number += 1
+        calls.beat(1, f"gathering the weights of '{number}'", True, on_never=reports.append)
+        time.sleep(0.2)
+    assert reports == []
+
+
 def test_a_wait_of_another_thread_is_not_taken_for_one_that_never_ends():
     reports, never = [], []
     (lane, calls), (other_lane, _) = group_of_two(dist.HashStore(), reports)

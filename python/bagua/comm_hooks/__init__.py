@@ -20,6 +20,7 @@ from bagua._core.state.ledger import Page
 from bagua._core.state.snapshot import sparse_parameters
 from bagua._ops.operations import Lane, make_ops
 from bagua._sync.handle import LaneHandle
+from bagua._sync.hooks import WeakHook, outside_graphs_lazily
 from bagua.torch_api._session import is_owned
 from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, as_algorithm
@@ -70,9 +71,19 @@ class Handle(LaneHandle):
             outcome=algorithm.outcome if isinstance(algorithm, ErrorFeedbackImpl) else None,
         )
 
-    def attach(self, reducer: Any) -> None:
-        """Make this the hook of torch's ``Reducer``."""
-        self._hook.register(reducer)
+    def attach(self, ddp: torch.nn.parallel.DistributedDataParallel) -> None:
+        """Make this the hook of torch's ``Reducer``, and have waits in forwards told."""
+        self._hook.register(ddp.reducer)
+        ddp.register_forward_pre_hook(WeakHook(self._forward_begins))
+        ddp.module.register_forward_pre_hook(WeakHook(self._module_begins), prepend=True)
+
+    @outside_graphs_lazily
+    def _forward_begins(self) -> None:
+        self._running.waits_outside("DistributedDataParallel's own collectives in its forward")
+
+    @outside_graphs_lazily
+    def _module_begins(self) -> None:
+        self._running.waits_outside("")
 
     def _operations(self, torchs: _C.GradientBucket, round: int) -> _C.BucketOperations:
         """Called by autograd's thread for a bucket that is new."""
@@ -277,7 +288,7 @@ def register(
         # A rank must not go on while another is still connecting to it.
         connections.reduce_numbers("registering a communication hook", _C.ReduceOp.SUM, 0)
     try:
-        handle.attach(ddp.reducer)
+        handle.attach(ddp)
     except BaseException:
         handle.close()  # torch has a hook already
         raise

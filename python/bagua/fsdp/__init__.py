@@ -214,14 +214,17 @@ class Handle(LaneHandle):
 
     @contextmanager
     def outside_the_lane(self, what: str, module: str) -> Iterator[None]:
-        """Have failures of torch's own collectives inside explained as those of the lane."""
+        """Have waits and failures of torch's own collectives inside told as those of the lane."""
         self._running.check()
+        self._running.waits_outside(f"{what} of '{module}'")
         try:
             yield
         except RuntimeError as error:
             self._running.transport_failed(f"{what} of '{module}': {error}")
             self._running.check()
             raise
+        finally:
+            self._running.waits_outside("")
 
     def _run(
         self,
