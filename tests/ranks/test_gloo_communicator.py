@@ -13,6 +13,7 @@ from bagua._core.group.connections import Connections
 from ranks.test_shared_memory import LATE_SECONDS, default_group, error_of
 from support import training
 from support.cases import over
+from support.processes.thread_names import thread_names
 from support.threads import communicator_conformance as conformance
 
 GLOO = {"BAGUA_COMM": "gloo"}
@@ -46,6 +47,15 @@ def connected(device_type):
     members = list(range(dist.get_world_size()))
     connections = Connections(store, dist.get_rank(), members, training.TIMEOUT)
     return connections.connect("test", device_type)
+
+
+def loops_of_connections():
+    made = [connected("cpu"), connected("cpu")]
+    return len(made), thread_names().count("gloo_tcp_loop")
+
+
+def test_connections_share_the_thread_that_wakes_a_hundred_times_a_second(ranks):
+    assert ranks(2, loops_of_connections, env=GLOO, fresh=True) == [(2, 1)] * 2
 
 
 def count_bytes(device_type):

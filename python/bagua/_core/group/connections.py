@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -679,10 +679,27 @@ def _gloo(
     store: c10d.Store, rank: int, size: int, timeout: timedelta, hopeless: Callable[[], str]
 ) -> Any:
     """A backend whose sockets no child of this process has."""
-    sockets = _C.OpenedSockets()
-    made = call_until(hopeless, lambda: dist.ProcessGroupGloo(store, rank, size, timeout))
+    sockets, options = _C.OpenedSockets(), _gloo_options(timeout)
+    made = call_until(hopeless, lambda: dist.ProcessGroupGloo(store, rank, size, options))
     sockets.keep_from_children()
     return made
+
+
+def _gloo_options(timeout: timedelta) -> Any:
+    """Options of a backend on the device of torch's group, or only ``timeout`` where it has none.
+
+    The thread of a device wakes a hundred times a second, whatever it serves. A communicator makes
+    one call at a time, for which one more thread will do.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    with suppress(RuntimeError, ValueError):  # torch has no group, or none for CPU tensors
+        of_torch: Any = c10d._get_default_group()._get_backend(torch.device("cpu"))
+        if isinstance(of_torch, gloo):
+            options = gloo._Options()
+            options._timeout, options._threads = timeout, 1
+            options._devices = of_torch.options._devices
+            return options
+    return timeout
 
 
 def gpu_identity(device: torch.device) -> str:
