@@ -143,6 +143,9 @@ class Connections:
         self._devices: list[torch.device] = []
         self._nodes: list[int] | None = None
         self._told_why_unshared = False
+        # Why members of one node share no memory, as all of them were told at their first meeting;
+        # of two kinds of sums.
+        self._unshared: dict[tuple[bool, tuple[int, ...]], str] = {}
         self._phases = 0
         self._in_phase = False
         self._act = ""
@@ -494,12 +497,13 @@ class Connections:
             refusal = "sums as torch's"
         # All members get the same: a communicator, or why there is none though they are on a node.
         reason = self._why_apart(members) if nodes_known or len(members) == self.size else ""
-        on_one_node = not reason
-        if on_one_node:
+        on_one_node, known = not reason, (sums_of_torch, tuple(members))
+        if on_one_node and not (reason := self._unshared.get(known, "")):
             with self._met(f"{name}/shm", members) as meeting:
                 shared, reason, on_one_node = meeting.share_memory(self._node, refusal)
             if shared is not None:
                 return shared
+            self._unshared[known] = reason
         if comm == "shm":
             raise _C.BaguaError(
                 f"BAGUA_COMM=shm: ranks {members} of the group cannot share memory: {reason}. "
