@@ -270,7 +270,7 @@ class Connections:
     def begin_beating(self) -> None:
         """Let the other members see that this one lives."""
         if self.rank >= 0 and (seat := self._seat_of_phases()) is not None:
-            seat.beat(0, "init_process_group")
+            seat.beat(self._phases, "init_process_group")
 
     def publish_exit(self) -> None:
         """Tell the members that this one takes part in no further phase. Never raises."""

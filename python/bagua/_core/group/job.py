@@ -129,7 +129,7 @@ def init_process_group(
         )
     if text := env.asked_for_autotuning():
         warn(text)
-    comes_back, keys = False, None
+    comes_back, connections = False, None
     if dist.is_initialized():
         if store is not None or backend is not None:
             raise RuntimeError(
@@ -148,29 +148,29 @@ def init_process_group(
             announce(store, _incarnation)
             _register_elastic()
             backend = _ELASTIC
-            keys = store
         choose_interface(store)
-        fresh_keys = c10d.PrefixStore(f"bagua/{_incarnation}/torch", store)
         # A process that comes back meets nobody here: the others have long been through.
         connections = Connections(
-            fresh_keys,
+            _store_of(_DEFAULT, store),
             0 if comes_back else rank,
             [rank] if comes_back else list(range(world_size)),
             patience,
         )
-        _make_torch_group(backend or _default_backend(), connections, rank, world_size, timeout)
+        fresh_keys = c10d.PrefixStore(f"bagua/{_incarnation}/torch", store)
+        backend = backend or _default_backend()
+        _make_torch_group(fresh_keys, backend, connections, rank, world_size, timeout)
         _made_torch_group = True
-    _make_default_group(timeout, comes_back, keys or c10d._get_default_store())
+    _make_default_group(timeout, comes_back, connections)
 
 
 def _make_torch_group(
+    store: c10d.Store,
     backend: str,
     connections: Connections,
     rank: int,
     world_size: int,
     timeout: timedelta | None,
 ) -> None:
-    store = connections.store
     with connections.collective_phase("init_process_group"):
         sockets = _C.OpenedSockets()
         try:
@@ -190,12 +190,16 @@ def _make_torch_group(
         sockets.give_up_after(connections.timeout.total_seconds())
 
 
-def _make_default_group(timeout: timedelta | None, comes_back: bool, keys: c10d.Store) -> None:
+def _make_default_group(
+    timeout: timedelta | None, comes_back: bool, connections: Connections | None
+) -> None:
+    """``connections``: those over which torch's group was made, if it was not there already."""
     if timeout is None:
         timeout = _timeout_of(c10d._get_default_group())
+    keys = _store_of(_DEFAULT) if connections is None else connections.store
     keep_connections(keys, timeout)
     members = [dist.get_rank()] if comes_back else range(dist.get_world_size())
-    group = BaguaProcessGroup(members, _DEFAULT, _store_of(_DEFAULT, keys), timeout)
+    group = BaguaProcessGroup(members, _DEFAULT, keys, timeout, connections=connections)
     keep_connections(keys, timeout)  # those that were accepted while the store's got its options
     group.waits_to_join = comes_back
     set_default_group(group)

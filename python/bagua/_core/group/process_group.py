@@ -340,6 +340,7 @@ class BaguaProcessGroup:
         timeout: timedelta,
         stream: Any = None,
         island: Island | None = None,
+        connections: Connections | None = None,
     ) -> None:
         self.group_name = group_name
         self.island = island
@@ -350,12 +351,14 @@ class BaguaProcessGroup:
         self.admission: Connections | None = None
         self.membership: Membership | None = None
         self._communicators: dict[str, Communicator | CommMember] = {}
-        self._connect(ranks, store)
+        self._connect(ranks, store, connections)
         _groups[group_name] = self
 
-    def _connect(self, ranks: Sequence[int], store: c10d.Store) -> None:
+    def _connect(
+        self, ranks: Sequence[int], store: c10d.Store, made: Connections | None = None
+    ) -> None:
         self.ranks = sorted(ranks)
-        self.connections = self._connections_of(self.ranks, store)
+        self.connections = made or self._connections_of(self.ranks, store)
         self.connections.begin_beating()
 
     def _connections_of(self, ranks: list[int], store: c10d.Store) -> Connections:
