@@ -50,7 +50,11 @@ std::string diagnosis(const std::string& seen, Blame blame,
       lines.insert(lines.end(), list->begin(), list->end());
     }
     // All have failed, maybe alike: what this rank saw says more than that others failed too.
-    if (nobody_to_blame && !others.store_is_silent && !lines.empty()) return joined(seen, lines);
+    if (nobody_to_blame && !others.store_is_silent && !lines.empty()) {
+      std::erase_if(lines,
+                    [&](const std::string& line) { return seen.find(line) != std::string::npos; });
+      return joined(seen, lines);
+    }
   }
   if (lines.empty()) return concat(seen, " ", nobody);
   const std::string peer = concat("rank ", position.peer, " ");

@@ -3,6 +3,7 @@
 import itertools
 import os
 import socket
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -259,11 +260,11 @@ from datetime import timedelta
 import torch.distributed as dist
 import bagua.torch_api as bagua
 
-rank, way = int(os.environ["RANK"]), sys.argv[1]
+rank, way, wrong = int(os.environ["RANK"]), sys.argv[1], sys.argv[3].split(",")
 if way == "no variable":
     del os.environ["GLOO_SOCKET_IFNAME"]
-else:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+elif str(rank) in wrong:
+    os.environ["GLOO_SOCKET_IFNAME"] = way
 begun = time.monotonic()
 try:
     bagua.init_process_group(timeout=timedelta(seconds=int(sys.argv[2])))
@@ -276,10 +277,22 @@ except bagua.BaguaError as error:
 
 
 def test_ranks_that_listen_at_a_wrong_address_are_named_by_all_in_time():
+    remedy = "set GLOO_SOCKET_IFNAME to the interface that the machines share"
+    local = "listens at 127.0.0.1 (GLOO_SOCKET_IFNAME=lo), which no other machine reaches: "
+    nowhere = f"listens at no address (GLOO_SOCKET_IFNAME=eth9): {remedy}"
+    elsewhere = "rank 1 (pod, node 1) listens at 7.0.0.1 (GLOO_SOCKET_IFNAME=docker0), rank 2"
     with WideArea(3) as link:
-        for end in run_on_network(link, STARTS, ["no variable", 90]):
+        for command in ("link add docker0 type bridge", "addr add 7.0.0.1/24 dev docker0"):
+            subprocess.run(["ip", "-n", link.namespace(1), *command.split()], check=True)
+        for end in run_on_network(link, STARTS, ["no variable", 90, ""]):
             assert end.stdout == "connected by wan0\n", end.stdout + end.stderr
-        for end in run_on_network(link, STARTS, ["loopback", 12]):
-            assert end.stdout.startswith("told after"), end.stdout + end.stderr
-            assert float(end.stdout.split()[2]) < 12 + 4 + 10  # which a busy machine may add
-            assert ") listens at 127.0.0.1 (GLOO_SOCKET_IFNAME=lo), which no other" in end.stdout
+        for number, (name, wrong, told) in enumerate(
+            (("lo", "0,1,2", local + remedy), ("eth9", "1", nowhere), ("docker0", "1", elsewhere))
+        ):
+            env = {"MASTER_PORT": str(29501 + number)}
+            for end in run_on_network(link, STARTS, [name, 12, wrong], env=env):
+                first = end.stdout.partition("\n")[0].replace(socket.gethostname(), "pod")
+                assert first.startswith("told after"), (name, wrong, end.stdout + end.stderr)
+                assert float(first.split()[2]) < 12 + 4 + 10  # which a busy machine may add
+                assert f"rank {wrong[0]} (" in first, first
+                assert told in first, first

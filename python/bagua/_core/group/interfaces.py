@@ -10,20 +10,20 @@ import os
 import socket
 import struct
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
-from bagua import _C
 from bagua._core.group import environment as env
-from bagua._core.group.rendezvous import stored_lines, tcp_store, wait_for_keys
+from bagua._core.group.rendezvous import append, lines_in, read, tcp_store
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 _ADDRESS = 0x8915  # SIOCGIFADDR of Linux
-_MOST_RANKS = 64  # whose places an error looks at
+_PLACES = "listens"
+_MOST_RANKS = 64  # that tell their places
 _MOST_NAMED = 4  # ranks whose places an error names
-_PATIENCE = timedelta(seconds=2)  # until other ranks, which have failed too, have told theirs
+_LONGEST = 60  # characters of a part of a place
+_NO_ADDRESS = "no address"
 
 _log = logging.getLogger("bagua")
 _chosen = ""
@@ -54,34 +54,40 @@ def forget_interface() -> None:
     _chosen = ""
 
 
-def where_ranks_listen(store: c10d.Store, rank: int, size: int) -> str:
-    """What is wrong with the addresses at which ranks listen, for an error; may be empty.
+def tell_place(store: c10d.Store, rank: int) -> None:
+    """Write where this rank listens, for the errors of ranks that cannot connect."""
+    if rank < _MOST_RANKS:
+        place = [str(rank), f"{socket.gethostname()}, node {env.get_node_rank()}", *_own_place()]
+        append(store, _PLACES, json.dumps([text[:_LONGEST] for text in place]) + "\n")
 
-    Called by all ranks that could not connect.
-    """
+
+def forget_places(store: c10d.Store) -> None:
+    """One rank calls it once all are connected."""
+    with suppress(RuntimeError, NotImplementedError):  # a store that cannot, or has gone
+        store.delete_key(_PLACES)
+
+
+def where_ranks_listen(store: c10d.Store, size: int) -> str:
+    """What is wrong with the addresses that ranks have told, for an error; may be empty."""
     told: dict[int, list[str]] = {}
-    with suppress(RuntimeError):  # the store may have gone with the ranks
-        place = [f"{socket.gethostname()}, node {env.get_node_rank()}", *_own_place()]
-        store.set(f"listens/{rank}", json.dumps(place))
-        keys = [f"listens/{other}" for other in range(min(size, _MOST_RANKS))]
-        with suppress(_C.BaguaTimeoutError):
-            wait_for_keys(store, keys, _PATIENCE)
-        for other, key in enumerate(keys):
-            if store.check([key]) and len(place := stored_lines(store, key)) == 3:
-                told[other] = place
+    with suppress(RuntimeError, ValueError):  # the store may have gone with the ranks
+        for line in read(store, _PLACES).splitlines()[:_MOST_RANKS]:
+            rank, host, address, reason = lines_in(line, _PLACES)
+            told[int(rank)] = [host, address, reason]
     return _fault_of(told, several_nodes=env.get_local_size() < size)
 
 
 def _fault_of(places: dict[int, list[str]], *, several_nodes: bool) -> str:
     """``places``: by rank its host, address and the reason for that address."""
+    remedy = f"set {_VARIABLE} to the interface that the machines share. "
+    nowhere = [rank for rank, (_, address, _) in places.items() if address == _NO_ADDRESS]
+    if nowhere:
+        return f"{_listed(places, nowhere)}: {remedy}"
     local = [rank for rank, (_, address, _) in places.items() if _is_loopback(address)]
     if local and several_nodes:
-        return (
-            f"{_listed(places, local)}, which no other machine reaches: set {_VARIABLE} to the "
-            "interface that the machines share. "
-        )
+        return f"{_listed(places, local)}, which no other machine reaches: {remedy}"
     if len({address.rpartition(".")[0] for _, address, _ in places.values()}) > 1:
-        return f"{_listed(places, list(places))}; {_VARIABLE} names the interface. "
+        return f"{_listed(places, sorted(places))}; {_VARIABLE} names the interface. "
     return ""
 
 
@@ -89,7 +95,8 @@ def _listed(places: dict[int, list[str]], ranks: list[int]) -> str:
     texts = []
     for rank in ranks[:_MOST_NAMED]:
         host, address, reason = (
-            "".join(letter for letter in text[:60] if letter.isprintable()) for text in places[rank]
+            "".join(letter for letter in text[:_LONGEST] if letter.isprintable())
+            for text in places[rank]
         )
         texts.append(f"rank {rank} ({host}) listens at {address} ({reason})")
     return ", ".join(texts) + (" and others" if len(ranks) > _MOST_NAMED else "")
@@ -100,7 +107,7 @@ def _own_place() -> tuple[str, str]:
     name = os.environ.get(_VARIABLE, "").split(",")[0]
     if name:
         by = "the way to the job's store" if name == _chosen else f"{_VARIABLE}={name}"
-        return _ipv4_addresses().get(name, "no address"), by
+        return _ipv4_addresses().get(name, _NO_ADDRESS), by
     with suppress(OSError):
         return socket.gethostbyname(socket.gethostname()), "the address of its host name"
     return "127.0.0.1", "its host name has no address"

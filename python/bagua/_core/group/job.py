@@ -21,7 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from bagua import _C
 from bagua._core.group import environment as env
 from bagua._core.group.connections import Connections, call_until, fingerprint
-from bagua._core.group.interfaces import choose_interface, forget_interface, where_ranks_listen
+from bagua._core.group.interfaces import (
+    choose_interface,
+    forget_interface,
+    forget_places,
+    tell_place,
+    where_ranks_listen,
+)
 from bagua._core.group.membership import announce, job_at_work
 from bagua._core.group.process_group import (
     BaguaProcessGroup,
@@ -173,6 +179,9 @@ def _make_torch_group(
 ) -> None:
     with connections.collective_phase("init_process_group"):
         sockets = _C.OpenedSockets()
+        connects = "gloo" in backend
+        if connects:
+            tell_place(store, rank)
         try:
             call_until(
                 connections.connecting(),
@@ -181,13 +190,15 @@ def _make_torch_group(
                 ),
             )
         except RuntimeError as error:
-            listening = where_ranks_listen(store, rank, world_size)
+            listening = where_ranks_listen(store, world_size)
             late = _C.is_timeout_of_transport(str(error))
             raise (_C.BaguaTimeoutError if late else _C.BaguaError)(
                 f"{listening}The ranks could not connect to each other: {error}"
             ) from error
         sockets.keep_from_children()
         sockets.give_up_after(connections.timeout.total_seconds())
+        if connects and rank == 0:  # all have connected to it
+            forget_places(store)
 
 
 def _make_default_group(
