@@ -1,15 +1,18 @@
 """Agreement on members through a store; ranks are threads, and heartbeats of the dead end."""
 
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 from bagua import BaguaError
 from bagua._core.group import membership
-from bagua._core.group.membership import Membership, newest_generation
+from bagua._core.group.membership import Membership, newest
+from support.counting_store import CountingStore
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -52,7 +55,7 @@ def test_a_silent_member_is_lost_and_the_others_agree(founded):
     assert first == second
     assert (first.generation, first.members, first.lost, first.joined) == (1, [0, 2], [1], [])
     assert first.reports == {0: {"rounds": 0}, 2: {"rounds": 2}}
-    assert sorted(newest_generation(store)[1]) == [0, 2]
+    assert sorted(newest(store).members) == [0, 2]
 
 
 def test_a_member_that_was_taken_for_dead_raises(founded):
@@ -84,14 +87,13 @@ def test_a_rank_that_comes_back_is_in_the_next_generation(founded):
     assert (joined.members, joined.joined) == ([0, 1, 2], [1])
     assert [stay.joined for stay in stayed] == [[1], [1]]
     assert joined.reports == stayed[0].reports == {0: {"rounds": 0}, 2: {"rounds": 2}}
-    assert not members[0].unsettled(members[0].requests())
+    assert members[0].requests() == 0
 
 
 def test_a_request_of_the_dead_is_passed_over(founded):
     store, members = founded
     gone = Membership(store, 1, TIMEOUT)
-    number = store.add("requests", 1)
-    store.set(f"request/{number}", f'[1, "{gone._life.name}", false]')
+    gone.ask()
     del gone._life, members[1]._life
     for change in changes([members[0], members[2]]):
         assert (change.members, change.joined) == ([0, 2], [])
@@ -112,9 +114,9 @@ def test_nobody_joins_a_job_that_is_gone(founded):
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"members": 3}', '{"members": {"a": 1}}', "7"])
 def test_what_strangers_write_is_refused(founded, text):
     store, members = founded
-    store.set("generation1/members", text)
+    store.set("members", text)
     (error,) = changes(members[:1])
-    assert "not of the form that it should be" in str(error)
+    assert "under 'members', which is not of the form that it should be" in str(error)
 
 
 class LostStore(dist.Store):
@@ -123,7 +125,7 @@ class LostStore(dist.Store):
     def _gone(self, *_):
         raise dist.DistNetworkError("connection reset by peer")
 
-    set = get = check = add = wait = compare_set = _gone
+    set = get = check = append = wait = compare_set = _gone
 
 
 def test_a_lost_store_is_an_error_that_says_so(founded):
@@ -134,11 +136,11 @@ def test_a_lost_store_is_an_error_that_says_so(founded):
     assert members[0].requests() == 0
 
 
-def gathered(members, grace=20.0, least=2):
-    """What members find that come to a round one after the other, some tenths of a second apart."""
+def gathered(members, grace=20.0, least=2, apart=0.3):
+    """What members find that come to a round one after the other, so many seconds apart."""
 
     def come(place):
-        time.sleep(0.3 * place)
+        time.sleep(apart * place)
         return members[place].gather(least, grace)
 
     return at_once(*(lambda place=place: come(place) for place in range(len(members))))
@@ -182,8 +184,61 @@ def test_a_round_does_not_wait_for_the_dead(founded):
 
 def test_the_others_decide_when_the_first_that_came_is_dead(founded):
     store, members = founded
-    store.compare_set("generation0/round1/first", "", "0")
+    store.append("generation0/round1/here", "[0]\n")
     del members[0]._life
     begin = time.monotonic()
-    assert gathered(members[1:], grace=0.2) == [(True, False)] * 2
+    assert gathered(members[1:2], grace=0.2) == [(True, False)]
     assert time.monotonic() - begin < TIMEOUT.total_seconds() / 2
+    (change,) = changes(members[1:2], least=1)
+    assert (change.members, change.lost) == ([1], [0, 2])
+
+
+def rounds_changes_and_returns(members, times):
+    """Rounds with a grace; then one rank dies, comes back and is taken in before the next."""
+    for _ in range(times):
+        for _ in range(3):
+            assert gathered(members, apart=0) == [(False, False)] * 3
+        rank = members.pop()._rank
+        members.insert(0, Membership(members[0]._store, rank, TIMEOUT))
+        request = members[0].ask()
+        assert gathered(members[1:], grace=0.1, apart=0) == [(True, False)] * 2
+        change = [lambda m=m: m.change({"rounds": 1}, 2) for m in members[1:]]
+        joined, *_ = at_once(lambda request=request: members[0].join(request), *change)
+        assert joined.joined == [rank]
+
+
+@pytest.mark.timeout(120)
+def test_neither_rounds_nor_changes_nor_returns_leave_keys(founded):
+    store, members = founded
+    kinds = []
+    for _ in range(2):
+        rounds_changes_and_returns(members, 2)
+        kinds.append(sorted(re.sub("life/[^/]*|[0-9]+", "", key) for key in store.list_keys()))
+    assert kinds[0] == kinds[1]
+    assert len(kinds[0]) < 20, kinds
+    assert not store.get("asking")
+
+
+def requests_of(stores, calls):
+    """The most requests, without heartbeats, that a store has got in calls at the same time, and
+    how many times one that waits looked meanwhile."""
+    for store in stores:
+        store.requests.clear()
+    begin = time.monotonic()
+    at_once(*calls)
+    looks = 1 + int((time.monotonic() - begin) / membership._PAUSE)
+    return max(store.requests.total() - store.requests["set"] for store in stores), looks
+
+
+def test_a_round_and_a_change_ask_the_store_for_as_much_with_many_members_as_with_two():
+    for size in (2, 16):
+        inner = dist.HashStore()
+        stores = [CountingStore(inner) for _ in range(size)]
+        members = [Membership(stores[rank], rank, TIMEOUT) for rank in range(size)]
+        at_once(*(partial(m.found, [*range(size)]) for m in members))
+        for calls in (
+            [partial(m.gather, size, 20.0) for m in members],
+            [partial(m.change, {"rounds": 1}, size) for m in members],
+        ):
+            asked, looks = requests_of(stores, calls)
+            assert asked <= 8 + 6 * looks, (size, asked, looks)

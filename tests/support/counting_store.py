@@ -57,7 +57,8 @@ class CountingStore(dist.Store):
 
     def compare_set(self, key, expected, desired):
         self._count("compare_set", key, expected, desired)
-        return self.inner.compare_set(key, expected.decode(), desired.decode())
+        words = (word if isinstance(word, str) else word.decode() for word in (expected, desired))
+        return self.inner.compare_set(key, *words)
 
     def check(self, keys):
         self._count("check", *keys)

@@ -49,6 +49,7 @@ from bagua._core.group.membership import (
     Membership,
     Report,
     elastic_store,
+    forget_old,
     store_needed,
 )
 from bagua._core.group.process_group import BaguaProcessGroup
@@ -200,8 +201,7 @@ class ElasticRanks(FixedRanks):
     def confirm(self, engine: _C.Engine) -> None:
         # All slots are marked. Ranks tell each other whether they have seen a request to join. With
         # a grace that is settled before rounds: what a late rank has trained is to be in one.
-        seen = self._elastic.grace is None
-        seen = seen and self._membership.unsettled(self._membership.requests())
+        seen = self._elastic.grace is None and self._membership.requests() > 0
         engine.exchange_used([int(seen)] * engine.slots)
 
     def confirmed(self, engine: _C.Engine) -> None:
@@ -276,6 +276,8 @@ class ElasticRanks(FixedRanks):
         name = f"generation{change.generation}/connections"
         store = c10d.PrefixStore(name, elastic_store(self._group.store))
         self._group.replace_members(change.members, store)
+        if self._island is not None and self._group.rank == 0:  # the leaders' store is another one
+            forget_old(elastic_store(self._group.store), change.generation, ())
         self._engine = None
         self._transfer = transfer = StateTransfer.after(change)
         if transfer.joined:

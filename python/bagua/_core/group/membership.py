@@ -8,7 +8,7 @@ own. The next one is decided by a single ``compare_set`` on one key of the store
 more than one, however the network is cut: the store is the referee.
 
 1. Each member of a generation that has failed, or has seen a request to join, writes that it is
-   here, and a report of its state.
+   here, with a report of its state.
 2. It waits until each other member is here too, or has been silent for some seconds, or twice the
    group's timeout is over: the first is for a rank that waits in a collective.
 3. It proposes those that are here, and the processes that wait to join and are alive. The first
@@ -18,34 +18,61 @@ more than one, however the network is cut: the store is the referee.
 
 A member of several processes, an island, has one that does this, its leader. The others read the
 decision: all of them have agreed that there is to be one.
+
+Note [Keys of an elastic group]
+None grows with rounds, generations or processes that have come back:
+
+- ``members``: the newest decision, which takes the place of the one before.
+- ``asking``: lines of those that wait to join, one a rank. Who decides takes answered ones away.
+- ``generation<g>/here``: lines of the members that have come to the change to generation g;
+  ``generation<g>/decided`` wakes those that wait for it.
+- ``generation<g>/round<n>/here``, ``.../late``: of a round of generation g with a grace. Who
+  decides round n deletes round n - 2, whose decision all have read that were in n - 1.
+- ``life/<name>``: heartbeats of a process. Who decides deletes those of processes that neither
+  belong nor ask, and what there is of generations before the last one.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from bagua import _C
-from bagua._core.group.rendezvous import stored_number, stored_value, wait_for_keys
+from bagua._core.group.rendezvous import (
+    append,
+    forget,
+    has_come,
+    is_name,
+    name_in,
+    read,
+    stored_name,
+    value_in,
+)
 
-_PAUSE = 0.05  # seconds between two looks at the store
+_PAUSE = 0.5  # seconds between two looks at the store, and at a heartbeat
 _SOMEONE_JOINS = -1  # among the late ones of a round
 _KEY = "bagua/elastic"  # the incarnation that began last
+_MEMBERS, _ASKING = "members", "asking"
+_MOST_BYTES = 16 * 1024**2  # of one key: a thousand members have reports in it
+_MOST_RANK = 2**31
+_MOST_ATTEMPTS = 16  # to take lines away that others add to
 #: A process whose heartbeat has not changed for so long is dead, stopped or cut off. There are two
 #: heartbeats a second, from a thread that does not need the interpreter.
 SECONDS_OF_SILENCE = 5.0
 
 #: Counters of a member.
 Report = dict[str, int]
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -68,34 +95,39 @@ class Change:
 
 @dataclass(frozen=True)
 class Decision:
-    """A generation, as the store has it.
+    """A generation, as the store has it; number -1: there is none yet.
 
     Attributes:
         members: names of their lives, by global rank.
-        joined: global ranks of the new ones, by number of their request.
-        requests: how many there had been, answered or not.
-        returned: those of the new ones that were late, and keep their state.
+        reports: of the members that stay, by global rank; of the first generation there are none.
+        returned: new ones that were late, and keep their state.
+        unanswered: lives of those that asked to join, and were not taken in.
     """
 
-    members: dict[int, str]
-    joined: dict[int, int]
-    requests: int
-    returned: list[int]
+    generation: int = -1
+    members: dict[int, str] = field(default_factory=dict)
+    reports: dict[int, Report] = field(default_factory=dict)
+    returned: list[int] = field(default_factory=list)
+    unanswered: list[str] = field(default_factory=list)
 
-    def stay(self) -> list[int]:
-        return [rank for rank in sorted(self.members) if rank not in self.joined.values()]
+    def joined(self) -> list[int]:
+        return [] if self.generation == 0 else sorted({*self.members} - {*self.reports})
 
     def text(self) -> str:
         return json.dumps(asdict(self))
 
 
 class Life:
-    """Heartbeats of this process, until the object is deleted; its name is random."""
+    """Heartbeats of this process, until the object is deleted; its name is a random number."""
 
     def __init__(self, store: c10d.Store) -> None:
-        self.name = secrets.token_hex(8)
-        self._board = _C.FailureBoard(_lives(store, self.name), 0, 1)
+        self.name = _life_name(secrets.randbits(56))
+        self._board = _C.FailureBoard(c10d.PrefixStore(f"life/{self.name}", store), 0, 1)
         self._board.beat(0, "alive")
+
+
+def _life_name(number: int) -> str:
+    return f"{number:014x}"
 
 
 class _Seen(NamedTuple):
@@ -104,34 +136,38 @@ class _Seen(NamedTuple):
 
 
 class Pulse:
-    """Watches the heartbeats of other processes: :meth:`silent` is asked again and again."""
+    """Watches the heartbeats of other processes: :meth:`look` is called again and again."""
 
     def __init__(self, store: c10d.Store) -> None:
         self._store = store
+        self._reads_many: bool = store.has_extended_api()  # type: ignore[attr-defined]
         self._first: dict[str, bytes] = {}
         self._last: dict[str, _Seen] = {}
 
+    def look(self, names: Iterable[str]) -> None:
+        """Read the heartbeats of those :class:`Life`. Two requests, where all have beaten."""
+        names = [*dict.fromkeys(names)]
+        now = time.monotonic()
+        for name, beat in zip(names, self._beats(names), strict=True):
+            self._first.setdefault(name, beat)
+            last = self._last.get(name)
+            if last is None or last.beat != beat:
+                self._last[name] = _Seen(beat, now)
+
     def silent(self, name: str) -> bool:
-        """Whether the heartbeat of that :class:`Life` has not changed for some seconds."""
-        beat, now = self._look(name), time.monotonic()
-        self._first.setdefault(name, beat)
-        last = self._last.get(name)
-        if last is None or last.beat != beat:
-            self._last[name] = _Seen(beat, now)
-            return False
-        return now - last.at > SECONDS_OF_SILENCE
+        """Whether the heartbeat had not changed for some seconds at the last look."""
+        return time.monotonic() - self._last[name].at > SECONDS_OF_SILENCE
 
     def beats(self, name: str) -> bool:
-        """Whether the heartbeat has changed since :meth:`silent` was first asked."""
-        return name in self._first and self._look(name) != self._first[name]
+        """Whether the heartbeat had changed between the first look and the last one."""
+        beat = self._last[name].beat
+        return beat not in (b"", self._first[name])
 
-    def _look(self, name: str) -> bytes:
-        store = _lives(self._store, name)
-        return bytes(store.get("beat/0")) if store.check(["beat/0"]) else b""
-
-
-def _lives(store: c10d.Store, name: str) -> c10d.Store:
-    return c10d.PrefixStore(f"life/{name}", store)
+    def _beats(self, names: Sequence[str]) -> list[bytes]:
+        keys = [f"life/{name}/beat/0" for name in names]
+        if self._reads_many and keys and self._store.check(keys):
+            return [bytes(beat) for beat in self._store.multi_get(keys)]
+        return [read(self._store, key) for key in keys]
 
 
 @contextmanager
@@ -151,6 +187,9 @@ def store_needed() -> Iterator[None]:
 
 class Membership:
     """This process in an elastic group. Main thread only; without the store BaguaError is raised.
+
+    Keys: Note [Keys of an elastic group]. Requests to the store do not depend on the number of
+    members: at most ten for a round with a grace, and four for each look while one waits.
 
     Args:
         store: of the group, for all of its generations.
@@ -181,7 +220,8 @@ class Membership:
         self._life = Life(store) if leads else None
         self._timeout = timeout
         self._called = called
-        self._settled_requests = 0
+        self._unanswered: list[str] = []  # lives that the last decision has not taken in
+        self._met_founders = False
         self._gathered = 0  # rounds of this generation
         self._late: list[int] = []  # that the next generation goes on without
 
@@ -189,63 +229,89 @@ class Membership:
         """Begin the first generation. All ``ranks`` (global) call it."""
         with store_needed():
             if self._life is not None:
-                self._store.set(f"founder/{self._rank}", self._life.name)
-                keys = [f"founder/{rank}" for rank in ranks]
-                wait_for_keys(self._store, keys, self._timeout)
-                founders = zip(ranks, keys, strict=True)
-                lives = {rank: self._store.get(key).decode() for rank, key in founders}
-                self._store.compare_set(_members_key(0), "", Decision(lives, {}, 0, []).text())
+                place, timeout = ranks.index(self._rank), self._timeout.total_seconds()
+                founders = _C.Gathering(
+                    self._store, "founders", place, len(ranks), timeout, self._met_founders
+                )
+                self._met_founders = True
+                founders.bring(self._life.name)
+                names = [name_in(name, "founders") for name in founders.texts()]
+                first = Decision(0, dict(zip(ranks, names, strict=True)))
+                self._propose(Decision(), first)
             self.lives = self._await_decision(0).members
 
     def requests(self) -> int:
-        """How many have asked to join; 0 if the store does not answer, or another one looks."""
+        """How many ask to join that no decision has seen; 0 if the store does not answer, or
+        another process looks."""
         if self._life is None:
             return 0
         try:
-            return int(self._store.add("requests", 0))
+            known = {*self.lives.values(), *self._unanswered}
+            return sum(request.life not in known for request in self._asking())
         except dist.DistError:
             return 0
-
-    def unsettled(self, requests: int) -> bool:
-        return requests > self._settled_requests
 
     def gather(self, least: int, grace: float) -> tuple[bool, bool]:
         """Wait for the members before a round, and decide which of them are late. All call it.
 
         Once ``least`` are there they wait twice as long as they took to come, at least a second and
-        at most ``grace`` seconds. The member that came first decides. Returns whether the members
-        change before the round, and whether this one is late.
+        at most ``grace`` seconds. The member that came first decides, or the last one if none is
+        missing. Returns whether the members change before the round, and whether this one is late.
         """
         self._gathered += 1
         key = f"generation{self.generation}/round{self._gathered}"
         with store_needed():
-            if self._life is not None:
-                self._store.set(f"{key}/here/{self._rank}", "")
-                first = int(self._store.compare_set(f"{key}/first", "", str(self._rank)))
-                self._open(key, first, least, grace)
-            wait_for_keys(self._store, [f"{key}/late"], 3 * self._timeout)
-            late = stored_value(self._store, f"{key}/late", lambda v: [int(rank) for rank in v])
+            late = self._await_late(key) if self._life is None else self._open(key, least, grace)
             self._late = [rank for rank in late if rank != _SOMEONE_JOINS]
             return bool(late), self._rank in self._late
 
-    def _open(self, key: str, first: int, least: int, grace: float) -> None:
-        """Have it be decided who is late for a round, perhaps by this process."""
+    def _open(self, key: str, least: int, grace: float) -> list[int]:
+        """Who is late for a round, which is decided, perhaps by this process."""
+        append(self._store, f"{key}/here", f"{json.dumps([self._rank])}\n")
         pulse, began, complete = Pulse(self._store), time.monotonic(), 0.0
-        while not self._store.check([f"{key}/late"]):
+        while (late := self._found_late(key)) is None:
             now = time.monotonic() - began
-            here = self._here(key)
-            missing = {r: life for r, life in self.lives.items() if r not in here}
+            here = self._here(key, lambda line: None)
+            missing = {rank: life for rank, life in self.lives.items() if rank not in here}
+            first = self.lives[next(iter(here), self._rank)]
+            pulse.look([*missing.values(), first] if missing else [])
             waited_for = [rank for rank, life in missing.items() if not pulse.silent(life)]
-            decides = first == self._rank or pulse.silent(self.lives[first])
+            decides = not missing or first == self.lives[self._rank] or pulse.silent(first)
             if len(here) < least:
                 complete = now
             over = now - complete > min(grace, max(1.0, 2 * complete))
             if now > self._timeout.total_seconds() or (decides and (over or not waited_for)):
-                joins = [_SOMEONE_JOINS] if self.unsettled(self.requests()) else []
-                late = json.dumps([*missing, *joins])
-                self._store.compare_set(f"{key}/late", "", late)
+                joins = [_SOMEONE_JOINS] if self.requests() else []
+                self._store.compare_set(f"{key}/late", "", json.dumps([*missing, *joins]))
+                self._forget_round(self._gathered - 2)
             else:
-                time.sleep(_PAUSE)
+                has_come(self._store, [f"{key}/late"], _PAUSE)
+        return late
+
+    def _await_late(self, key: str) -> list[int]:
+        deadline = time.monotonic() + 3 * self._timeout.total_seconds()
+        while (late := self._found_late(key)) is None:
+            if time.monotonic() > deadline:
+                raise _C.BaguaTimeoutError(f"nobody has decided who is late for '{key}'")
+            has_come(self._store, [f"{key}/late"], _PAUSE)
+        return late
+
+    def _found_late(self, key: str) -> list[int] | None:
+        """Who is late for a round; None: it is not decided yet."""
+        if self._store.check([f"{key}/late"]):
+            text = read(self._store, f"{key}/late")
+            return _word(text, f"{key}/late", lambda ranks: [_number(r, -1) for r in ranks])
+        # The others may have changed without this member since, and deleted that decision.
+        return (
+            [self._rank]
+            if newest(self._store, self.generation).generation > self.generation
+            else None
+        )
+
+    def _forget_round(self, number: int) -> None:
+        key = f"generation{self.generation}/round{number}"
+        if number > 0:
+            forget(self._store, [f"{key}/here", f"{key}/late"])
 
     def change(self, report: Report, least: int) -> Change:
         """Agree on the next generation: Note [Generations]. All members call it.
@@ -254,159 +320,146 @@ class Membership:
         """
         with store_needed():
             number = self.generation + 1
-            if self._life is not None:
-                here = f"generation{number}/here"
-                self._store.set(f"{here}/{self._rank}", json.dumps(report))
-                self._decide(number)
-            decision = self._await_decision(number)
+            decision = self._await_decision(number) if self._life is None else self._decide(report)
             members, called = decision.members, self._called
             if members.get(self._rank) != self.lives.get(self._rank):
                 raise _C.BaguaError(
                     f"{called} {self._rank} was taken for dead by {called}(s) {_listed(members)}, "
-                    f"which have gone on without it since generation {number}. Start it again to "
+                    f"which are in generation {decision.generation} without it. Start it again to "
                     "have it come back."
                 )
-            lost = sorted(rank for rank in self.lives if rank not in decision.stay())
+            lost = sorted({*self.lives} - {*decision.reports})
             if len(members) < least:
                 raise _C.BaguaError(
                     f"{called}(s) {_listed(lost)} of {len(self.lives)} were lost, and the "
                     f"{len(members)} left are fewer than quorum={least}. Restart the job "
                     "from its last checkpoint, or allow fewer ranks."
                 )
-            for request in decision.joined:
-                self._store.set(f"request/{request}/answer", str(number))
-            return self._enter(number, decision, lost)
+            return self._enter(decision, lost)
 
-    def _enter(self, number: int, decision: Decision, lost: list[int]) -> Change:
-        here = f"generation{number}/here"
-        reports = {
-            rank: stored_value(
-                self._store, f"{here}/{rank}", lambda v: {str(k): int(n) for k, n in v.items()}
-            )
-            for rank in decision.stay()
-        }
-        self.generation, self.lives = number, decision.members
-        self._settled_requests = decision.requests
+    def _enter(self, decision: Decision, lost: list[int]) -> Change:
+        self.generation, self.lives = decision.generation, decision.members
+        self._unanswered = decision.unanswered
         self._late, self._gathered = [], 0
         returned = sorted(decision.returned)
-        joined = sorted(rank for rank in decision.joined.values() if rank not in returned)
-        return Change(number, sorted(decision.members), joined, returned, lost, reports)
+        return Change(
+            decision.generation,
+            sorted(decision.members),
+            [rank for rank in decision.joined() if rank not in returned],
+            returned,
+            lost,
+            decision.reports,
+        )
 
     def _await_decision(self, number: int) -> Decision:
-        wait_for_keys(self._store, [_members_key(number)], 3 * self._timeout)
-        return _decision(self._store, number)
+        deadline = time.monotonic() + 3 * self._timeout.total_seconds()
+        while (decision := newest(self._store)).generation < number:
+            if time.monotonic() > deadline:
+                raise _C.BaguaTimeoutError(
+                    f"the {self._called}s have not decided on their generation {number} within "
+                    f"{3 * self._timeout.total_seconds():g} s: those that decide did not come"
+                )
+            has_come(self._store, [_decided_key(number)], _PAUSE)
+        return decision
 
-    def _decide(self, number: int) -> None:
-        """Have the decision of generation ``number`` be made, perhaps by this process."""
-        pulse, key = Pulse(self._store), _members_key(number)
+    def _decide(self, report: Report) -> Decision:
+        """The next generation, which is decided, perhaps by this process."""
+        pulse, number = Pulse(self._store), self.generation + 1
         deadline = time.monotonic() + 2 * self._timeout.total_seconds()
-        while not self._store.check([key]):
-            here = self._here(f"generation{number}")
+        came = False
+        while (before := newest(self._store, self.generation)).generation < number:
+            if not came:
+                line = f"{json.dumps([self._rank, report])}\n"
+                append(self._store, f"generation{number}/here", line)
+                came = True
+            here = self._here(f"generation{number}", lambda line: _report(line[1]))
             expected = {r: life for r, life in self.lives.items() if r not in self._late}
-            missing = {rank: life for rank, life in expected.items() if rank not in here}
-            # All are asked: each look counts the time since the last change.
-            waited_for = [rank for rank, life in missing.items() if not pulse.silent(life)]
-            requests = self.requests()
-            joining, unknown = self._joining(pulse, here, requests)
-            if time.monotonic() > deadline or not (waited_for or unknown):
-                members = {rank: self.lives[rank] for rank in here}
-                members |= {request.rank: request.life for request in joining.values()}
-                joined = {number: request.rank for number, request in joining.items()}
-                returned = [request.rank for request in joining.values() if request.returns]
-                proposal = Decision(members, joined, requests, returned)
-                self._store.compare_set(key, "", proposal.text())
-            else:
-                time.sleep(_PAUSE)
-
-    def _here(self, key: str) -> list[int]:
-        return [rank for rank in self.lives if self._store.check([f"{key}/here/{rank}"])]
-
-    def _joining(
-        self, pulse: Pulse, here: list[int], requests: int
-    ) -> tuple[dict[int, _Request], bool]:
-        """The requests of living processes that wait to join, by number, and whether it is not
-        known yet of another one whether it lives."""
-        joining: dict[int, _Request] = {}
-        unknown = False
-        for number in range(1, requests + 1):
-            keys = [f"request/{number}", f"request/{number}/answer"]
-            if not self._store.check(keys[:1]) or self._store.check(keys[1:]):
+            missing = [life for rank, life in expected.items() if rank not in here]
+            asking = [request for request in self._asking() if request.rank not in here]
+            pulse.look([*missing, *(request.life for request in asking)])
+            waited_for = [life for life in missing if not pulse.silent(life)]
+            joining = [request for request in asking if pulse.beats(request.life)]
+            dead = {request.life for request in asking if pulse.silent(request.life)}
+            unknown = len(asking) - len(joining) - len(dead)
+            if time.monotonic() <= deadline and (waited_for or unknown > 0):
+                has_come(self._store, [_decided_key(number)], _PAUSE)
                 continue
-            request = stored_value(
-                self._store, keys[0], lambda v: _Request(int(v[0]), str(v[1]), bool(v[2]))
-            )
-            if request.rank in here:  # a second process of a rank that lives
-                continue
-            if pulse.silent(request.life):
-                self._store.set(keys[1], "0")
-            elif pulse.beats(request.life):
-                joining = {n: other for n, other in joining.items() if other.rank != request.rank}
-                joining[number] = request
-            else:
-                unknown = True
-        return joining, unknown
+            members = {rank: self.lives[rank] for rank in here}
+            members |= {request.rank: request.life for request in joining}
+            returned = [request.rank for request in joining if request.returns]
+            self._propose(before, Decision(number, members, here, returned), dead)
+        return before
+
+    def _propose(self, before: Decision, decision: Decision, dead: Collection[str] = ()) -> None:
+        """Make this the decision, unless there is one already. ``dead``: some that have asked."""
+        asking = {request.life for request in self._asking()}
+        answered = {*decision.members.values(), *dead}
+        decision = replace(decision, unanswered=sorted(asking - answered))
+        text = decision.text().encode()
+        expected = before.text() if before.generation >= 0 else ""
+        decided = bytes(self._store.compare_set(_MEMBERS, expected, text.decode())) == text
+        self._store.set(_decided_key(decision.generation), "")
+        if decided:
+            self._take_away(lambda request: request.life in answered)
+            lives = {*decision.members.values(), *before.members.values(), *asking}
+            forget_old(self._store, decision.generation, lives)
+
+    def _here(self, key: str, word: Callable[[Any], Value]) -> dict[int, Value]:
+        """The members that have come to a round or a change, in that order, and their words."""
+        key = f"{key}/here"
+        lines = _lines(read(self._store, key), key, lambda line: (_number(line[0]), word(line)))
+        return {rank: found for rank, found in lines if rank in self.lives}
+
+    def _asking(self) -> list[_Request]:
+        """The last request of each rank."""
+        return _requests_in(read(self._store, _ASKING))
+
+    def _take_away(self, answered: Callable[[_Request], bool]) -> None:
+        """Take requests from the list, to which others may add at the same time."""
+        for _ in range(_MOST_ATTEMPTS):
+            before = read(self._store, _ASKING)
+            kept = "".join(one.line() for one in _requests_in(before) if not answered(one)).encode()
+            if before in (
+                kept,
+                bytes(self._store.compare_set(_ASKING, before.decode(), kept.decode())),
+            ):
+                return
 
     def ask(self, *, returns: bool = False) -> int:
-        """Ask to belong to the newest generation; the number of the request. 0: another one asks.
+        """Ask to belong to the newest generation; a number for the request. 0: another one asks.
 
         ``returns``: this process was late, and keeps its state.
         """
         if self._life is None:
             return 0
         with store_needed():
-            request = int(self._store.add("requests", 1))
-            text = json.dumps([self._rank, self._life.name, returns])
-            self._store.set(f"request/{request}", text)
-            return request
+            self._take_away(lambda request: request.rank == self._rank)
+            append(self._store, _ASKING, _Request(self._rank, self._life.name, returns).line())
+            return int(self._life.name, 16)
 
     def join(self, request: int) -> Change:
         """Wait for the generation that answers a ``request``, or raise: nobody is left."""
+        life, pulse = _life_name(request), Pulse(self._store)
         with store_needed():
-            pulse, answer = Pulse(self._store), f"request/{request}/answer"
-            while not self._store.check([answer]):
-                number, lives = newest_generation(self._store)
-                silent = [pulse.silent(life) for life in lives.values()]
-                if all(silent):
+            while True:
+                asks = any(one.life == life for one in self._asking())
+                decision = newest(self._store)  # read last: it is decided before a line goes
+                if decision.members.get(self._rank) == life and self._rank in decision.joined():
+                    return self._enter(decision, [])
+                pulse.look(decision.members.values())
+                if all(pulse.silent(member) for member in decision.members.values()):
                     raise _C.BaguaError(
                         f"{self._called} {self._rank} came back, and no member of generation "
-                        f"{number}, {self._called}(s) {_listed(lives)}, is alive any more. If they "
-                        "have not ended with the training, start all again."
+                        f"{decision.generation}, {self._called}(s) {_listed(decision.members)}, is "
+                        "alive any more. If they have not ended with the training, start all again."
                     )
-                time.sleep(_PAUSE)
-            number = stored_number(self._store, answer, 2**31)
-            if number == 0:
-                raise _C.BaguaError(
-                    f"{self._called} {self._rank} came back, and its heartbeats did not reach the "
-                    "others while they decided. Start it again."
-                )
-            return self._enter(number, _decision(self._store, number), [])
-
-
-def newest_generation(store: c10d.Store) -> tuple[int, dict[int, str]]:
-    """(number, lives by global rank) of the newest generation; (-1, {}): there is none."""
-    number = -1
-    while store.check([_members_key(number + 1)]):
-        number += 1
-    if number < 0:
-        return number, {}
-    return number, _decision(store, number).members
-
-
-def _members_key(generation: int) -> str:
-    return f"generation{generation}/members"
-
-
-def _decision(store: c10d.Store, generation: int) -> Decision:
-    return stored_value(
-        store,
-        _members_key(generation),
-        lambda value: Decision(
-            {int(rank): str(life) for rank, life in value["members"].items()},
-            {int(request): int(rank) for request, rank in value["joined"].items()},
-            int(value["requests"]),
-            [int(rank) for rank in value["returned"]],
-        ),
-    )
+                if not asks:
+                    raise _C.BaguaError(
+                        f"{self._called} {self._rank} came back, and its heartbeats did not reach "
+                        "the others while they decided, or another process asks in its place. "
+                        "Start it again."
+                    )
+                has_come(self._store, [_decided_key(decision.generation + 1)], _PAUSE)
 
 
 class _Request(NamedTuple):
@@ -414,8 +467,90 @@ class _Request(NamedTuple):
     life: str
     returns: bool
 
+    def line(self) -> str:
+        return f"{json.dumps(self)}\n"
 
-def _listed(ranks: Mapping[int, Any] | list[int]) -> str:
+
+def _requests_in(value: bytes) -> list[_Request]:
+    """The last request of each rank."""
+    lines = _lines(
+        value, _ASKING, lambda line: _Request(_number(line[0]), _name(line[1]), line[2] is True)
+    )
+    return [*{request.rank: request for request in lines}.values()]
+
+
+def newest(store: c10d.Store, known: int = -1) -> Decision:
+    """The generation that was decided last; there have been those up to ``known``."""
+    text = read(store, _MEMBERS)
+    if not text and known < 0:
+        return Decision()
+    return _word(text, _MEMBERS, lambda value: _decision(value, text, known))
+
+
+def _decided_key(generation: int) -> str:
+    return f"generation{generation}/decided"
+
+
+def forget_old(store: c10d.Store, generation: int, lives: Collection[str]) -> None:
+    """Delete keys of generations before the one before ``generation``, and of other ``lives``."""
+    keys: list[str] = []
+    with suppress(RuntimeError, NotImplementedError):  # not every store can list its keys
+        keys = _C.keys_of(store)
+    forget(store, [key for key in keys if _is_old(key, generation, lives)])
+
+
+def _is_old(key: str, generation: int, lives: Collection[str]) -> bool:
+    if of_generation := re.match(r"generation(\d{1,9})/", key):
+        return int(of_generation[1]) < generation - 1
+    of_life = re.match(r"life/([^/]+)/", key)
+    return of_life is not None and of_life[1] not in lives
+
+
+def _number(value: Any, least: int = 0) -> int:
+    if type(value) is not int or not least <= value < _MOST_RANK:
+        raise ValueError(value)
+    return value
+
+
+def _name(value: Any) -> str:
+    if not is_name(value.encode()):
+        raise ValueError(value)
+    return str(value)
+
+
+def _report(value: Any) -> Report:
+    if not all(
+        is_name(name.replace("_", "").encode()) and type(value[name]) is int for name in value
+    ):
+        raise ValueError(value)
+    return dict(value)
+
+
+def _decision(value: Any, text: bytes, known: int) -> Decision:
+    found = Decision(
+        _number(value["generation"], max(known, 0)),
+        {_number(int(rank)): _name(life) for rank, life in value["members"].items()},
+        {_number(int(rank)): _report(report) for rank, report in value["reports"].items()},
+        [_number(rank) for rank in value["returned"]],
+        [_name(life) for life in value["unanswered"]],
+    )
+    if found.text().encode() != text or not {*found.reports} <= {*found.members}:
+        raise ValueError(value)
+    return found
+
+
+def _lines(value: bytes, key: str, read_line: Callable[[Any], Value]) -> list[Value]:
+    """What ``read_line`` makes of each line of JSON that processes have appended to ``key``."""
+    return _word(
+        b"[%s]" % b",".join(value.splitlines()), key, lambda v: [read_line(line) for line in v]
+    )
+
+
+def _word(value: bytes, key: str, read: Callable[[Any], Value]) -> Value:
+    return value_in(value, key, read, _MOST_BYTES)
+
+
+def _listed(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(ranks)))
 
 
@@ -435,12 +570,13 @@ def job_at_work(store: c10d.Store, group: str) -> str | None:
     """
     if not store.check([_KEY]):
         return None
-    incarnation = str(store.get(_KEY).decode())
+    incarnation = stored_name(store, _KEY)
     its_store = elastic_store(c10d.PrefixStore(f"bagua/{incarnation}/{group}", store))
-    _, lives = newest_generation(its_store)
-    pulse = Pulse(its_store)
-    while not all([pulse.silent(life) for life in lives.values()]):
-        if any(pulse.beats(life) for life in lives.values()):
+    lives, pulse = newest(its_store).members.values(), Pulse(its_store)
+    pulse.look(lives)
+    while not all(pulse.silent(life) for life in lives):
+        if any(pulse.beats(life) for life in lives):
             return incarnation
         time.sleep(_PAUSE)
+        pulse.look(lives)
     return None

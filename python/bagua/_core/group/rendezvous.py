@@ -237,7 +237,7 @@ def _receive(store: c10d.Store, name: str, size: int, timeout: timedelta) -> lis
     store.set(f"bagua/{name}/missing", json.dumps(missing))
     if not missing:
         # A number that is not among those that came is of a dead process: nobody reads the answer.
-        _forget(store, [_HELLO, f"bagua/{name}/came", *(f"bagua/welcome/{n}" for n in answered)])
+        forget(store, [_HELLO, f"bagua/{name}/came", *(f"bagua/welcome/{n}" for n in answered)])
     return missing
 
 
@@ -245,7 +245,7 @@ def _pairs(store: c10d.Store, key: str) -> list[tuple[str, str]]:
     """A rank and its number, from each line that ranks have appended to ``key``."""
     value = read(store, key)
     pairs = [tuple(line.split(b" ")) for line in value.splitlines()]
-    if len(value) > _MOST_HELLO or not all(len(p) == 2 and all(map(_is_name, p)) for p in pairs):
+    if len(value) > _MOST_HELLO or not all(len(p) == 2 and all(map(is_name, p)) for p in pairs):
         _refuse(key, value, "no list of ranks")
     return [(rank.decode("ascii"), number.decode("ascii")) for rank, number in pairs]
 
@@ -285,23 +285,26 @@ def wait_for_keys(store: c10d.Store, keys: Sequence[str], timeout: timedelta) ->
     The store wakes it. Between slices others may use the store's connection; Ctrl-C ends it.
     """
     deadline = time.monotonic() + timeout.total_seconds()
-    while True:
-        begun = time.monotonic()
-        try:
-            limit = timedelta(seconds=min(max(deadline - begun, 0.001), _SLICE))
-            _C.interruptible(store.wait, list(keys), limit)
-            return
-        except RuntimeError:
-            now = time.monotonic()
-            if now <= deadline and now - begun < _SLICE / 2:
-                raise  # the store does not work
-        if now > deadline:
+    while not has_come(store, keys, deadline - time.monotonic()):
+        if time.monotonic() > deadline:
             missing = ", ".join(f"'{key}'" for key in keys if not store.check([key]))
             raise _C.BaguaTimeoutError(
                 f"within {timeout.total_seconds():g} s the job's store has not got {missing}: a "
                 "rank that writes it did not come"
             )
         time.sleep(_PAUSES[0])
+
+
+def has_come(store: c10d.Store, keys: Sequence[str], seconds: float) -> bool:
+    """Whether the store has all ``keys``; waits for them, at most ``seconds`` and a slice."""
+    limit, begun = min(max(seconds, 0.001), _SLICE), time.monotonic()
+    try:
+        _C.interruptible(store.wait, list(keys), timedelta(seconds=limit))
+    except RuntimeError:
+        if time.monotonic() - begun < limit / 2:
+            raise  # the store does not work
+        return False
+    return True
 
 
 def read(store: c10d.Store, key: str) -> bytes:
@@ -319,7 +322,7 @@ def append(store: c10d.Store, key: str, text: str) -> None:
         before, after = found, found + text
 
 
-def _forget(store: c10d.Store, keys: Sequence[str]) -> None:
+def forget(store: c10d.Store, keys: Sequence[str]) -> None:
     """Delete ``keys``, where the store knows how."""
     with suppress(RuntimeError, NotImplementedError):
         for key in keys:
@@ -372,13 +375,17 @@ def stored_value(store: c10d.Store, key: str, read: Callable[[Any], Value]) -> V
 
 def stored_name(store: c10d.Store, key: str) -> str:
     """The random name that is under ``key``."""
-    value = bytes(store.get(key))
-    if not _is_name(value):
+    return name_in(bytes(store.get(key)), key)
+
+
+def name_in(value: bytes, key: str) -> str:
+    """The random name that the ``value`` of ``key`` is."""
+    if not is_name(value):
         _refuse(key, value, "no name")
     return value.decode("ascii")
 
 
-def _is_name(value: bytes) -> bool:
+def is_name(value: bytes) -> bool:
     return 0 < len(value) <= _LONGEST_NAME and value.isalnum()
 
 
