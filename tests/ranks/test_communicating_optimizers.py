@@ -1,5 +1,6 @@
 """Optimizers that communicate, by whatever function, where ranks step on gradients of their own."""
 
+import bagua.torch_api as bagua
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -45,9 +46,17 @@ def later(tensor):
         dist.broadcast(tensor, 0)
 
 
+def eager(tensor):
+    bagua.broadcast(tensor)
+
+
+def eager_between_two(tensor):
+    (bagua.recv if dist.get_rank() else bagua.send)(tensor, 1 - dist.get_rank())
+
+
 WAYS = [
     *(all_to_all, between_two, batched, objects, functional_ones),
-    *(in_a_new_group, later),
+    *(in_a_new_group, later, eager, eager_between_two),
 ]
 GROUPS, CALLS = [], 0
 
@@ -110,6 +119,7 @@ def alone(tensor):
 
 def barrier(tensor):
     dist.barrier()
+    bagua.barrier()
 
 
 @training.with_group
@@ -125,6 +135,7 @@ def steps_that_share_no_gradients(name):
         loss = training.squared_error(model, training.batch(0, dist.get_rank()))
         loss.backward()
         dist.all_reduce(loss.detach())
+        bagua.allreduce_inplace(loss.detach())
         return loss
 
     optimizer.step(closure)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from bagua import _C
-from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.group.process_group import BaguaProcessGroup, watched
 from bagua._core.state.shards import is_sharded
 from bagua._sync.optimizer_steps import only_makes_state, part_of_a_step
 
@@ -65,7 +65,7 @@ class FirstSteps:
     def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if self._left == 0 or only_makes_state() or part_of_a_step(optimizer):
             return None
-        _C.watch_collectives()
+        _watch()
         given = [*args]
         if len(given) > 1 and callable(given[1]):
             given[1] = self._unwatched(optimizer, given[1])
@@ -88,17 +88,25 @@ class FirstSteps:
             try:
                 return closure()
             finally:
-                _C.watch_collectives()
+                _watch()
 
         return run
 
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
         """End watching; raise if anything has been sent."""
-        calls = _C.watched_collectives()
+        calls = [_ranks_of(name, optimizer) for _, name in _C.watched_collectives()]
+        calls += watched.calls or []
+        watched.calls = None
         members = self._group.torch_ranks
-        if any(len(members & _ranks_of(name, optimizer)) > 1 for _, name in calls):
+        if any(len(members & ranks) > 1 for ranks in calls):
             self._left = 0
             raise NotImplementedError(_refusal(*self._names, optimizer))
+
+
+def _watch() -> None:
+    """Note what this thread asks of torch's process groups and of eager collectives from now on."""
+    _C.watch_collectives()
+    watched.calls = []
 
 
 def _ranks_of(group_name: str, optimizer: torch.optim.Optimizer) -> set[int]:

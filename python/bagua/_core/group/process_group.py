@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from bagua._core.group.warn import speak_through
 Hierarchy = bool | Literal["sharded"]
 Asked = TypeVar("Asked", bound=Hierarchy)
 
+_MOST_WATCHED = 16  # calls
 # For ranks that have not made the group yet.
 _PATIENCE_FOR_NODES = timedelta(seconds=10)
 
@@ -106,6 +108,15 @@ class comm:
     WORLD = CommMember.WORLD
 
 
+class Watched(threading.local):
+    """The ranks of each eager call that this thread makes, but for barriers; None: nobody asks."""
+
+    calls: list[set[int]] | None = None
+
+
+watched = Watched()
+
+
 class Communicator:
     """Some members of a process group, numbered from 0, that run eager collectives together.
 
@@ -125,6 +136,7 @@ class Communicator:
         self._name = name
         self._members = members
         self._rank = members.index(connections.rank)
+        self._ranks = {connections.ranks[member] for member in members}
         # By device type, with "/sums" where sums are torch's, and, where two members have connected
         # for themselves, the other one.
         self._connected: dict[tuple[str, int | None], _C.CountingCommunicator] = {}
@@ -213,6 +225,8 @@ class Communicator:
     ) -> None:
         if self._ended is not None:
             raise _C.BaguaError(f"{name}: {self._ended}")
+        if watched.calls is not None and name != "barrier":
+            watched.calls = [*watched.calls, self._ranks][:_MOST_WATCHED]
         if self._board is None:
             title = f"communicator '{self._name}'"
             self._board = self._connections.board(
