@@ -135,6 +135,30 @@ def average_where_memory_is_new(place):
     return {value for tensor in tensors for value in tensor.unique().tolist()}
 
 
+class Inherited(torch.optim.SGD):
+    """Goes on after the step of the class that it inherits."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.inside = self.lane.inside
+
+
+@training.with_group
+def gate_in_an_inherited_step():
+    model = nn.Linear(3, 2)
+    optimizer = Inherited(model.parameters(), lr=0.0)
+    model.with_bagua([optimizer], AsyncModelAverageAlgorithm(sync_interval_ms=1))
+    optimizer.lane = model.bagua_ddp._running.lane
+    step_of_ones(model, optimizer)
+    inside = optimizer.inside, optimizer.lane.inside
+    model.bagua_algorithm.abort(model)
+    return inside
+
+
+def test_no_average_comes_between_an_inherited_step_and_its_end(ranks):
+    assert ranks(2, gate_in_an_inherited_step) == [(True, False)] * 2
+
+
 @over(place=["step", "forward", "between"])
 def test_averages_reach_weights_that_training_gives_new_memory(ranks, place):
     first, second = ranks(2, average_where_memory_is_new, place)

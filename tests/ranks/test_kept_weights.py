@@ -57,6 +57,20 @@ class Offloaded(torch.optim.Optimizer):
             p.data = part.view_as(p).clone()
 
 
+class Behind(torch.optim.SGD):
+    """Steps on copies behind the step of the class that it inherits."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.02)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            master = self.state[p].setdefault("master", p.detach().double().clone())
+            p.copy_(master.add_(p.grad, alpha=-0.02))
+
+
 class Lookahead(torch.optim.SGD):
     """Every third step goes half the way from weights that it keeps."""
 
@@ -109,7 +123,7 @@ def train(name, make):
     return None
 
 
-@over(name=list(ALGORITHMS), make=[Masters, Offloaded])
+@over(name=list(ALGORITHMS), make=[Masters, Offloaded, Behind])
 def test_an_optimizer_that_steps_on_a_copy_is_refused_after_a_round(ranks, name, make):
     errors = ranks(2, train, name, make)
     assert all(errors), "a rank has trained to its end"

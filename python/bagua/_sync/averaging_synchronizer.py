@@ -18,7 +18,7 @@ from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.untrained import share_untrained
 from bagua._sync.engine import describe
 from bagua._sync.hooks import WeakHook, tensors_in
-from bagua._sync.optimizer_steps import only_makes_state
+from bagua._sync.optimizer_steps import StepHook, only_makes_state
 from bagua._sync.synchronizer import Synchronizer
 
 if TYPE_CHECKING:
@@ -146,8 +146,8 @@ class AveragingSynchronizer(Synchronizer):
             ddp.module.register_forward_hook(after_forward, always_call=True),
         ]
         for optimizer in ddp.bagua_optimizers:
-            handles.append(optimizer.register_step_pre_hook(WeakHook(self._begin_step)))
-            handles.append(optimizer.register_step_post_hook(WeakHook(self._end_step)))
+            handles.append(optimizer.register_step_pre_hook(StepHook(self._begin_step)))
+            handles.append(optimizer.register_step_post_hook(StepHook(self._end_step)))
         return handles
 
     def _begin_step(self) -> None:

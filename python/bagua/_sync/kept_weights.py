@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from bagua import _C, BaguaError
 from bagua._core.state.shards import local
-from bagua._sync.hooks import WeakHook
+from bagua._sync.optimizer_steps import StepHook
 
 _WATCHED_STEPS = 3  # of each optimizer: the first one makes the copy, from the weights
 _MOST_ROUNDS = 20  # without a decision, after which there is none
@@ -48,8 +48,8 @@ class KeptWeights:
         self._given: list[torch.Tensor] = []  # and at the begin of this one
         # Before the hooks that make a round after a step.
         self.handles: list[RemovableHandle] = [
-            optimizer.register_step_pre_hook(WeakHook(self._begin_step)),
-            optimizer.register_step_post_hook(WeakHook(self._end_step)),
+            optimizer.register_step_pre_hook(StepHook(self._begin_step)),
+            optimizer.register_step_post_hook(StepHook(self._end_step)),
         ]
 
     def _begin_step(self) -> None:

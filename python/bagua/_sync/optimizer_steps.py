@@ -51,6 +51,14 @@ def part_of_a_step(optimizer: torch.optim.Optimizer) -> bool:
     return False
 
 
+class StepHook(WeakHook):
+    """Calls a method at steps of an optimizer, not at those inside another of the same one."""
+
+    def __call__(self, optimizer: Any = None, *_: Any) -> None:
+        if not part_of_a_step(optimizer):
+            super().__call__()
+
+
 class MissingSteps:
     """Counts training forwards before which parameters changed, but no given optimizer has stepped.
 
@@ -75,8 +83,8 @@ class MissingSteps:
         self._stepping = False
         self.handles: list[RemovableHandle] = []
         for optimizer in optimizers:
-            self.handles.append(optimizer.register_step_pre_hook(WeakHook(self._begin_step)))
-            self.handles.append(optimizer.register_step_post_hook(WeakHook(self._end_step)))
+            self.handles.append(optimizer.register_step_pre_hook(StepHook(self._begin_step)))
+            self.handles.append(optimizer.register_step_post_hook(StepHook(self._end_step)))
 
     def _begin_step(self) -> None:
         self._count, self._stepping = 0, True
