@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import socket
 import subprocess
 import threading
@@ -204,6 +205,12 @@ def test_a_path_that_loses_for_good_ends_all_ranks(change):
         assert "told Bagua" in end.stdout
 
 
+DOCTOR = """
+from bagua.__main__ import main
+main(["doctor", "--millions", "25"])
+"""
+
+
 IDLES = """
 import sys, time
 from datetime import timedelta
@@ -296,3 +303,16 @@ def test_ranks_that_listen_at_a_wrong_address_are_named_by_all_in_time():
                 assert float(first.split()[2]) < 12 + 4 + 10  # which a busy machine may add
                 assert f"rank {wrong[0]} (" in first, first
                 assert told in first, first
+
+
+def test_the_doctor_finds_rates_and_times_of_far_links():
+    for mbit, rtt_ms in ((100, 40), (20, 150)):
+        with WideArea(2, rtt_ms=rtt_ms, mbit=mbit) as link:
+            page, _ = (end.stdout for end in run_on_network(link, DOCTOR, timeout=150.0))
+        row = re.search(r"^ +0 - +1 +([\d.]+) ms +[\d.]+ +[\d.]+ +(\d+) +(\d+)$", page, re.M)
+        latency, there, back = map(float, row.groups())
+        assert rtt_ms / 2 <= latency < 1.1 * rtt_ms / 2, page
+        for rate in (there, back):
+            assert 0.85 * mbit < rate <= 1.01 * mbit, page
+        advice = " ".join(page.partition("advice: ")[2].split())
+        assert "DiLoCoAlgorithm(interval=" in advice, page

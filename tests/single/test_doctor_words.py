@@ -18,7 +18,9 @@ WORDS = (
 LEGAL = {"measured": '"', "sums": '"', "connected": "{}", "round": ("null", "[]")}
 OF_RANK_0 = "secret", "round/0", "reduce", "code"
 OF_RANK_1 = "card/1", "connected/1", "measured/0/1", "sums/1"
-ARGUMENTS = argparse.Namespace(timeout=0.5, tolerance=4.0, at_least=0.0, device="cpu")
+ARGUMENTS = argparse.Namespace(
+    timeout=0.5, tolerance=4.0, at_least=0.0, device="cpu", millions=1.0, compute=1.0
+)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from bagua import _C, BaguaError
 from bagua._core.group import environment as env
 from bagua._core.group.interfaces import choose_interface
 from bagua._core.group.rendezvous import agree_on_incarnation, is_one_of_several
+from bagua._tools.doctor.advice import advice
 from bagua._tools.doctor.links import (
     Measured,
     Place,
@@ -62,7 +63,8 @@ Start it as you start the training, on every machine:
   torchrun --nproc-per-node 2 -m bagua doctor
 
 Rank 0 prints the ranks, the latency and the bandwidth of every link, the check
-of an exact and of an 8-bit all-reduce, and what is broken.
+of an exact and of an 8-bit all-reduce, what is broken, and the algorithm that
+the slowest link asks for.
 
 exit code: 0 no fault found, 1 something is broken, 2 wrong use
 """
@@ -83,6 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--start", 60.0, "S", "seconds within which all ranks must have started (60)"),
         ("--tolerance", 4.0, "T", _TOLERANCE),
         ("--at-least", 0.0, "MB/S", "a link slower than that is broken, also inside a node"),
+        ("--millions", 100.0, "N", "of parameters of your model, for the last line (100)"),
+        ("--compute", 1.0, "S", "seconds of a step of one rank alone, for the last line (1)"),
     ):
         parser.add_argument(name, type=_positive, default=default, metavar=unit, help=meaning)
     parser.add_argument(
@@ -306,12 +310,20 @@ class _Examination:
             self._links[pair] = "fails under load"
             self._broke[pair] = "; ".join(failures)
         else:
-            self._links[pair] = words[pair[0]]
+            ends = [word for word in words.values() if isinstance(word, Measured)]
+            again = max(end.again for end in ends)
+            self._links[pair] = ends[0]._replace(again=again)
+
+    def _measured(self) -> dict[Pair, Measured]:
+        return {pair: link for pair, link in self._links.items() if isinstance(link, Measured)}
+
+    def _advice(self) -> str:
+        parameters = 1e6 * self._arguments.millions
+        return advice(self._cards, self._measured(), parameters, self._arguments.compute)
 
     def _reduce(self) -> None:
         if self._rank == 0:
-            links = self._links.items()
-            measured = {pair: link for pair, link in links if isinstance(link, Measured)}
+            measured = self._measured()
             self._findings += findings_of_links(
                 self._cards,
                 self._unreachable,
@@ -347,8 +359,10 @@ class _Examination:
         if self._rank == 0:
             links = {pair: self._links[pair] for pair in sorted(self._links)}
             sys.stdout.write(page(self._cards, links, self._sums, self._findings))
-            sys.stdout.flush()
             code = int(any(finding.broken for finding in self._findings))
+            if not code and self._size > 1:
+                sys.stdout.write(_wrapped(self._advice(), "advice: ") + "\n")
+            sys.stdout.flush()
             self._meeting.write("code", code)
             self._wait_for_readers()
             return code

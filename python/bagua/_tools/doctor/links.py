@@ -17,13 +17,17 @@ from bagua._tools.meeting import finite, mapping, text, whole
 
 _GREETING = struct.Struct("!32sII")  # secret of the job, rank that connects, rank that is meant
 _NUMBER = struct.Struct("!d")
-_TRIPS = 32  # round trips from which the latency and the clocks are taken
-_FIRST_BYTES = 128 * 1024  # of the first transfer; the next ones are _GROWTH times as large each
+_FEWEST_TRIPS, _MOST_TRIPS = 5, 32  # from which the latency and the clocks are taken
+_SECONDS_OF_TRIPS = 1.0  # after which the fewest are enough
+_FIRST_BYTES = 128 * 1024  # of the first transfer; the next ones are up to _GROWTH times as large
 _GROWTH = 4
 _SECONDS = 0.1  # that a transfer which counts takes at least: bursts of a link are over by then
+_TRIPS_OF_TRANSFER = 6  # that it takes at least: TCP sends more from trip to trip at first
 _TRANSFERS = 3  # that count: the median of them
 _BLOCK = 1 << 20
 _DONE = b"d"
+_LAST = b"l"
+_TCP_INFO = struct.Struct("=100xI52xI")  # of Linux: segments sent again, segments sent with data
 
 
 class Place(NamedTuple):
@@ -38,12 +42,14 @@ class Measured(NamedTuple):
         latency: half a round trip, in seconds, the median.
         ahead: seconds by which the other end's clock is ahead.
         sent: bytes a second towards the other end; received: from it.
+        again: share of the segments that this end had to send again, from 0 to 1.
     """
 
     latency: float
     ahead: float
     sent: float
     received: float
+    again: float = 0.0
 
 
 class Post:
@@ -147,26 +153,28 @@ def measure(connection: socket.socket, first: bool, most_bytes: int) -> Measured
     """Measure a link from this end; the other end calls it with the opposite ``first``.
 
     1. Round trips, each answered by the other end's clock, in both directions.
-    2. Transfers in each direction, larger and larger until one takes a tenth of a second or has
-       ``most_bytes`` bytes, then three of that size, of which the median counts. The receiver times
-       the last half of each, and tells the sender.
+    2. Transfers in each direction, larger and larger until one takes a tenth of a second and six
+       round trips or has ``most_bytes`` bytes, then three of that size, of which the median counts.
+       The receiver times the last half of each, and tells the sender.
     """
     if first:
         latency, ahead = _ask_clock(connection)
         _tell_clock(connection)
-        sent, received = _send(connection, most_bytes), _take_in(connection)
+        sent, again = _send(connection, most_bytes, latency)
+        received = _take_in(connection)
     else:
         _tell_clock(connection)
         latency, ahead = _ask_clock(connection)
-        received, sent = _take_in(connection), _send(connection, most_bytes)
-    return Measured(latency, ahead, sent, received)
+        received = _take_in(connection)
+        sent, again = _send(connection, most_bytes, latency)
+    return Measured(latency, ahead, sent, received, again)
 
 
 def measured_from(word: Any) -> Measured | str:
     """What an end of a link has told: how fast the link is, or why it could not be measured."""
     if isinstance(word, str):
         return text(word)
-    least = {"latency": 0.0, "sent": 0.0, "received": 0.0}
+    least = {"latency": 0.0, "sent": 0.0, "received": 0.0, "again": 0.0}
     told = mapping(word, set(Measured._fields)).items()
     return Measured(**{name: finite(value, least.get(name, -1e18)) for name, value in told})
 
@@ -188,33 +196,56 @@ def pairs_from(word: Any, ranks: int) -> list[tuple[int, int]] | None:
 
 def _ask_clock(connection: socket.socket) -> tuple[float, float]:
     trips: list[tuple[float, float]] = []
-    for _ in range(_TRIPS):
-        wall, begun = time.time(), time.perf_counter()
-        connection.sendall(_DONE)
+    begun = time.perf_counter()
+    last = False
+    while not last:
+        number = len(trips) + 1
+        late = time.perf_counter() - begun > _SECONDS_OF_TRIPS
+        last = number == _MOST_TRIPS or (number >= _FEWEST_TRIPS and late)
+        wall, asked = time.time(), time.perf_counter()
+        connection.sendall(_LAST if last else _DONE)
         (theirs,) = _NUMBER.unpack(_receive(connection, _NUMBER.size))
-        trip = time.perf_counter() - begun
+        trip = time.perf_counter() - asked
         trips.append((trip, theirs - (wall + trip / 2)))
     trips.sort()
-    return trips[_TRIPS // 2][0] / 2, trips[0][1]  # the fastest trip bounds the clocks best
+    return trips[len(trips) // 2][0] / 2, trips[0][1]  # the fastest trip bounds the clocks best
 
 
 def _tell_clock(connection: socket.socket) -> None:
-    for _ in range(_TRIPS):
-        _receive(connection, 1)
+    for _ in range(_MOST_TRIPS):
+        word = _receive(connection, 1)
         connection.sendall(_NUMBER.pack(time.time()))
+        if word == _LAST:
+            return
 
 
-def _send(connection: socket.socket, most_bytes: int) -> float:
+def _send(connection: socket.socket, most_bytes: int, latency: float) -> tuple[float, float]:
+    """Bytes a second, and the share of segments that were sent again."""
+    least = max(_SECONDS, _TRIPS_OF_TRANSFER * 2 * latency)
     size = min(_FIRST_BYTES, most_bytes)
     while True:
         begun = time.perf_counter()
         _send_bytes(connection, size)
-        if size == most_bytes or time.perf_counter() - begun >= _SECONDS:
+        elapsed = time.perf_counter() - begun
+        if size == most_bytes or elapsed >= least:
             break
-        size = min(_GROWTH * size, most_bytes)
+        growth = min(_GROWTH, 1.25 * least / elapsed)
+        size = min(max(2 * size, int(growth * size)), most_bytes)
+    again, segments = _segments(connection)
     rate = statistics.median(_send_bytes(connection, size) for _ in range(_TRANSFERS))
+    more_again, more_segments = _segments(connection)
     _send_bytes(connection, 0)  # no other follows
-    return rate
+    return rate, min(1.0, (more_again - again) / max(1, more_segments - segments))
+
+
+def _segments(connection: socket.socket) -> tuple[int, int]:
+    """Segments that were sent again, and all with data; zeros where the kernel does not tell."""
+    try:
+        told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        again, segments = _TCP_INFO.unpack(told)
+    except (OSError, struct.error):
+        return 0, 0
+    return again, segments
 
 
 def _send_bytes(connection: socket.socket, size: int) -> float:
