@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from faults import elastic_job, island_job
+from faults import elastic_job, island_job, memory_cgroup
 from support.processes.pool import run_forked
 
 SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
@@ -20,6 +20,16 @@ def soak(*arguments):
 def test_random_faults_leave_no_hang_no_divergence_and_no_unnamed_error():
     printed = soak("--faults", 12, "--seed", 5000)
     assert "12 cases: hang 0, silent divergence 0, unnamed error 0, crash 0" in printed
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("fault", ["memory cgroup", "words"])
+def test_full_cgroups_and_words_of_strangers_leave_none_either(fault):
+    if fault == "memory cgroup" and not memory_cgroup.can_be_made():
+        pytest.skip("no memory cgroup can be made here")
+    assert "hang 0, silent divergence 0, unnamed error 0, crash 0" in soak(
+        "--fault", fault, "--faults", 2, "--seed", 7000
+    )
 
 
 @pytest.mark.timeout(300)

@@ -3,6 +3,7 @@
 import random
 from dataclasses import asdict, dataclass
 
+from faults import memory_cgroup
 from support import every_algorithm, training
 
 #: Seconds after which a rank gives up waiting for another.
@@ -24,6 +25,7 @@ FAULTS = {
     "interrupt at a line": (ERROR, ["wrap", "between"]),  # of bagua, some lines after the place
     "terminate at a line": (ERROR, ["wrap", "between"]),
     "no memory": (ERROR, ["wrap", "between", "forward", "optimizer"]),
+    "memory cgroup": (ERROR, ["wrap", "between", "forward", "optimizer"]),
     "leave": (ERROR, ["between"]),
     "fork": (GOES_ON, ["between", "optimizer"]),
     "stop": (ERROR, ["between", "forward", "backward", "any"]),
@@ -32,6 +34,7 @@ FAULTS = {
     "pause": (GOES_ON, ["between", "forward", "backward", "any"]),
     "store killed": (GOES_ON, ["between", "backward"]),
     "store stopped": (GOES_ON, ["between", "backward"]),
+    "words": (GOES_ON, ["between", "backward"]),  # of a stranger, on the boards of the groups
     "nan": (SPREADS, ["backward"]),
     "inf": (SPREADS, ["backward"]),
     "other shape": (MISMATCH, ["wrap"]),
@@ -40,6 +43,8 @@ FAULTS = {
     "other algorithm": (MISMATCH, ["wrap"]),
     "other buckets": (MISMATCH, ["wrap"]),
 }
+if not memory_cgroup.can_be_made():
+    del FAULTS["memory cgroup"]
 if training.device_type() == "cuda":
     # torch's monitor of NCCL waits for a stopped store, and the end of torch's group for it.
     del FAULTS["store stopped"]

@@ -8,7 +8,7 @@ import socket
 import time
 
 import torch.distributed as dist
-from faults import training_rank
+from faults import memory_cgroup, training_rank
 from faults.cases import TIMEOUT
 from faults.verdict import RankOutcome
 from support.processes import forked_jobs
@@ -109,6 +109,7 @@ class Job(forked_jobs.ForkedJob):
         """What each rank did; the folder is gone afterwards."""
         results = [self._outcome(rank) for rank in range(self.case.ranks)]
         self._end_store()
+        memory_cgroup.remove_empty()
         shutil.rmtree(self.folder)
         return results
 
@@ -132,7 +133,7 @@ class Job(forked_jobs.ForkedJob):
     def _allowed(self, rank, outcome):
         if rank == self.case.victim and outcome.struck:
             own = {"exit": 3, "raise": 1, "no memory": 1, "leave": 0}
-            own |= dict.fromkeys(("kill", "kill with a helper"), -signal.SIGKILL)
+            own |= dict.fromkeys(("kill", "kill with a helper", "memory cgroup"), -signal.SIGKILL)
             own |= {"interrupt at a line": 1, "terminate at a line": -signal.SIGTERM}
             if self.case.fault in own:
                 return {own[self.case.fault]}

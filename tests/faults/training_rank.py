@@ -18,7 +18,10 @@ from pathlib import Path
 
 import bagua.torch_api as bagua
 import torch
+import torch.distributed as dist
+from bagua._core.group.rendezvous import tcp_store
 from bagua.torch_api.algorithms import Algorithm
+from faults import memory_cgroup
 from faults.cases import STEPS, TIMEOUT
 from support import every_algorithm, training
 from support.processes.pool import torchrun_environment
@@ -27,6 +30,7 @@ from torch import nn
 AT_A_LINE = {"interrupt at a line": signal.SIGINT, "terminate at a line": signal.SIGTERM}
 PACKAGE = f"{Path(bagua.__file__).parents[1]}/"
 LINES = 30  # of bagua, in a second of the case; a step has some tens
+WORDS = b"\x1b[2J", b"9" * 30, b"\xff\xfe", b"3 0 1 x" * 10**5, b"", b"-1", b"[" * 9000
 EXIT_OF_AN_ERROR = 7  # as a script that ends by itself when training cannot go on
 ASYNC_STEPS, ASYNC_PAUSE = 200, 0.02
 
@@ -41,6 +45,13 @@ class Journal:
 
     def write(self, **event):
         os.write(self._file, (json.dumps({"time": time.monotonic()} | event) + "\n").encode())
+
+
+def write_words():
+    """Overwrite what ranks have written on the boards of their groups."""
+    store = tcp_store(dist.distributed_c10d._get_default_store()).clone()
+    for number, key in enumerate(key for key in store.list_keys() if "/board/" in key):
+        store.set(key, WORDS[number % len(WORDS)])
 
 
 class Injection:
@@ -83,6 +94,10 @@ class Injection:
             torch.empty(2**30)
         if fault == "fork":
             self._train_in_a_child()
+        if fault == "memory cgroup":
+            memory_cgroup.fill(memory_cgroup.make())
+        if fault == "words":
+            write_words()
         if fault == "exit":
             os._exit(3)
         if fault == "raise":
