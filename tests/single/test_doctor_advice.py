@@ -25,7 +25,7 @@ def test_the_algorithm_is_the_most_exact_one_whose_steps_hardly_wait():
         (600, 0.001, EIGHT),
         (250, 0.001, FOUR),
         (92, 0.048, DILOCO.format(50, 50) + "2%"),
-        (20, 0.150, DILOCO.format(100, 100)),
+        (10, 0.150, DILOCO.format(100, 100)),
     ):
         assert words in told([0, 1], mbit, trip), told([0, 1], mbit, trip)
 
