@@ -1,0 +1,79 @@
+"""Seconds per training step against torch DDP between ranks that are far from each other.
+
+    python benchmarks/bench_wide_area.py [--rate 200] [--rtt 80] [--loss 0.1] [--arms ...]
+
+Ranks are network namespaces that tests/support/processes/wide_area.py joins: it needs root,
+/dev/net/tun and g++. Every arm of bench_step.py trains in the same processes, in turn.
+BAGUA_LANES and other variables reach the ranks. Prints JSON and keeps it under build/benchmarks/.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from common import machine, write_results
+from step_arms import ARMS
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from support.processes.wide_area import WideArea, why_unavailable
+
+STEP = Path(__file__).with_name("bench_step.py")
+USUAL = ["compute", "ddp", "gradient_allreduce", "bytegrad", "bytegrad_int4", "power_sgd_4"]
+
+
+def figures_over(link, arguments, folder):
+    """What rank 0 of bench_step.py writes when it runs on every rank of ``link``."""
+    output = Path(folder) / "figures.json"
+    program = [sys.executable, str(STEP), "--rank-output", str(output), "--arms", *arguments.arms]
+    program += ["--pairs", str(arguments.pairs), "--steps", str(arguments.steps)]
+    ranks = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", link.namespace(rank), *program],
+            env=os.environ | link.environment(rank),
+        )
+        for rank in range(link.ranks)
+    ]
+    try:
+        for rank, process in enumerate(ranks):
+            if status := process.wait():
+                sys.exit(f"bench_wide_area: rank {rank} ended with status {status}")
+    finally:
+        for process in ranks:
+            process.kill()
+    return json.loads(output.read_text())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rate", type=float, default=200, help="Mbit/s of each rank; 0: any")
+    parser.add_argument("--rtt", type=float, default=80, help="milliseconds, there and back")
+    parser.add_argument("--loss", type=float, default=0, help="percent of the packets")
+    parser.add_argument("--jitter", type=float, default=0, help="milliseconds, each way")
+    parser.add_argument("--arms", nargs="+", default=USUAL, choices=list(ARMS))
+    parser.add_argument("--pairs", type=int, default=3, help="measurements of each arm")
+    parser.add_argument("--steps", type=int, default=4, help="of a measurement")
+    parser.add_argument("--quick", action="store_true", help="one measurement of two steps")
+    arguments = parser.parse_args()
+    if reason := why_unavailable():
+        sys.exit(f"bench_wide_area: no wide area: {reason}")
+    if arguments.quick:
+        arguments.pairs, arguments.steps = 1, 2
+    link = WideArea(arguments.ranks, arguments.rtt, arguments.rate or None)
+    with link, tempfile.TemporaryDirectory() as folder:
+        link.path("*", "*", loss_percent=arguments.loss, jitter_ms=arguments.jitter)
+        figures = figures_over(link, arguments, folder)
+    settings = {name: getattr(arguments, name) for name in ("ranks", "rate", "rtt", "loss")}
+    payload = {"machine": machine(), **settings, "jitter": arguments.jitter, **figures}
+    print(json.dumps(payload, indent=2))
+    if not arguments.quick:
+        write_results("bench_wide_area", payload)
+
+
+if __name__ == "__main__":
+    main()
