@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <cstddef>
 #include <cstdint>
 #include <filesystem>
 #include <mutex>
@@ -10,8 +11,8 @@
 #include <vector>
 
 #include <fcntl.h>
+#include <linux/tcp.h>  // of which glibc's has no shortest round trip
 #include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <pthread.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -24,6 +25,7 @@ namespace {
 // take four minutes and more, some firewalls one.
 constexpr int kIdleSeconds = 30;
 constexpr int kProbes = 3;
+constexpr int kEstablished = 1;  // TCP_ESTABLISHED, which linux/tcp.h does not name
 
 // State of the handlers of fork(). Never destroyed: a process may fork until its end.
 struct KeptSockets {
@@ -107,6 +109,17 @@ void ask_after(int number, std::chrono::milliseconds silence) {
   }
 }
 
+// Zero unless the socket is connected, and something has been acknowledged.
+std::chrono::microseconds shortest_round_trip(int number) {
+  tcp_info info{};
+  socklen_t length = sizeof(info);
+  if (getsockopt(number, IPPROTO_TCP, TCP_INFO, &info, &length) != 0 ||
+      length < offsetof(tcp_info, tcpi_min_rtt) + sizeof(info.tcpi_min_rtt) ||
+      info.tcpi_state != kEstablished || info.tcpi_min_rtt == UINT32_MAX)
+    return {};
+  return std::chrono::microseconds(info.tcpi_min_rtt);
+}
+
 bool is_inheritable_tcp(int number) {
   const int flags = fcntl(number, F_GETFD);
   return flags >= 0 && (flags & FD_CLOEXEC) == 0 && is_tcp(number);
@@ -133,6 +146,20 @@ void OpenedSockets::give_up_after(std::chrono::milliseconds silence) const {
   for (const OpenFile& file : open_files()) {
     if (!before_.contains(file) && is_tcp(file.number)) ask_after(file.number, silence);
   }
+}
+
+std::chrono::microseconds OpenedSockets::round_trip() {
+  std::chrono::microseconds longest{};
+  std::set<OpenFile> found;
+  for (const OpenFile& file : open_files()) {
+    const bool counts = measured_.empty() ? !before_.contains(file) : measured_.contains(file);
+    if (!counts || !is_tcp(file.number)) continue;
+    const std::chrono::microseconds one = shortest_round_trip(file.number);
+    if (one.count() > 0) found.insert(file);
+    longest = std::max(longest, one);
+  }
+  if (measured_.empty()) measured_ = std::move(found);
+  return longest;
 }
 
 void torch_sockets_give_up_after(std::chrono::milliseconds silence, int store_port) {

@@ -40,8 +40,14 @@ class OpenedSockets {
   // that is stopped still acknowledges.
   void give_up_after(std::chrono::milliseconds silence) const;
 
+  // The longest time that a message takes there and back, of those connections that were there at
+  // the first call that found one. It is the shortest that the kernel has seen of each, so that
+  // queues and late answers do not count. Zero where there is none, or the kernel tells nothing.
+  std::chrono::microseconds round_trip();
+
  private:
   std::set<OpenFile> before_;
+  std::set<OpenFile> measured_;
 };
 
 // As `give_up_after`, for sockets that others have opened before bagua: those of torch's groups,

@@ -96,6 +96,8 @@ void bind_communicator(py::module_& m) {
       .def("all_to_all", &all_to_all, py::arg("input"), py::arg("output"))
       .def("broadcast", &broadcast, py::arg("tensor"), py::arg("root"))
       .def("exchange", &exchange, py::arg("sends"), py::arg("recvs"))
+      .def_property_readonly("shares_memory", &Communicator::shares_memory)
+      .def("shorten_paths", &Communicator::shorten_paths)
       .def("abort", &Communicator::abort, py::arg("reason"), ReleaseGil());
 
   py::class_<C10dCommunicator, Communicator, std::shared_ptr<C10dCommunicator>>(m,
@@ -310,7 +312,8 @@ void bind_sockets(py::module_& m) {
           [](const OpenedSockets& sockets, double seconds) {
             sockets.give_up_after(to_milliseconds(seconds));
           },
-          py::arg("seconds"));
+          py::arg("seconds"))
+      .def("round_trip_us", [](OpenedSockets& sockets) { return sockets.round_trip().count(); });
   m.def(
       "torch_sockets_give_up_after",
       [](double seconds, int port) { torch_sockets_give_up_after(to_milliseconds(seconds), port); },
@@ -337,15 +340,6 @@ void bind_waits(py::module_& m) {
       py::arg("function"),
       "Return function(*arguments), which may block without looking for signals; from the main\n"
       "thread it is called on another one. Ctrl-C ends the wait, and leaves the call to itself.");
-  m.def(
-      "keys_of",
-      [](const c10::intrusive_ptr<c10d::Store>& store) {
-        const auto keys = std::make_shared<std::vector<std::string>>();
-        run_interruptibly([=] { *keys = store->listKeys(); });
-        return *keys;
-      },
-      py::arg("store"),
-      "All keys of a store, which torch's list_keys() waits for with the GIL in its hands.");
 }
 
 }  // namespace

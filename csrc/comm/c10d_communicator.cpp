@@ -4,6 +4,10 @@
 #include <exception>
 #include <utility>
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/minimum.h>
+
 #include "base/check.h"
 #include "comm/flat_copy.h"
 #include "comm/tensor_checks.h"
@@ -18,6 +22,34 @@ namespace {
 // time that the wire needs). Messages in fragments of at most 1 MiB, every receive posted before
 // the first send and the own part copied locally, take 1.05 times.
 constexpr int64_t kFragmentBytes = 1 << 20;
+
+// Note [Sums in the order of gloo's ring]
+// gloo cuts a tensor into parts, one per rank. That of rank p is summed on the way from rank p - 1
+// down to rank p: x[p-1] + x[p-2] + ... + x[p], modulo P. Whoever adds the same parts in this order
+// gets the same bits, by whatever way they came.
+class RingParts {
+ public:
+  RingParts(int64_t numel, int64_t element_size, int size) : numel_(numel) {
+    const auto up = [](int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; };
+    const int64_t bytes = numel * element_size;
+    const int64_t largest = std::max<int64_t>(1, kRingSegment / element_size) * element_size;
+    const int64_t least = std::max<int64_t>((bytes + largest - 1) / largest, 2 * int64_t{size});
+    const int64_t segments = up(least, size);
+    const int64_t segment = up((bytes + segments - 1) / segments, element_size);
+    stride_ = segments / size * segment / element_size;
+  }
+
+  at::Tensor of(const at::Tensor& tensor, int rank) const {
+    const int64_t first = std::min(numel_, rank * stride_);
+    return tensor.narrow(0, first, std::min(stride_, numel_ - first));
+  }
+
+ private:
+  static constexpr int64_t kRingSegment = 1 << 20;  // gloo's largest
+
+  int64_t numel_;
+  int64_t stride_;
+};
 
 // gloo refuses negative tags.
 int next_tag(uint32_t& count) { return static_cast<int>(count++ & 0x7fffffffu); }
@@ -34,6 +66,17 @@ c10d::ReduceOp to_c10d(ReduceOp op) {
       return c10d::ReduceOp::MAX;
   }
   throw Error("unknown reduce op");
+}
+
+// `sum` becomes its sum with `other`, or the least or greatest.
+void join(at::Tensor& sum, const at::Tensor& other, ReduceOp op) {
+  if (op == ReduceOp::kMin) {
+    at::minimum_out(sum, sum, other);
+  } else if (op == ReduceOp::kMax) {
+    at::maximum_out(sum, sum, other);
+  } else {
+    sum.add_(other);
+  }
 }
 
 // Only once per work: a second wait on a gloo receive hangs.
@@ -54,7 +97,7 @@ C10dCommunicator::C10dCommunicator(c10::intrusive_ptr<c10d::Backend> backend)
 
 void C10dCommunicator::all_reduce(at::Tensor& tensor, ReduceOp op) {
   check_all_reduce(tensor, op);
-  guarded(CallSite::of("all_reduce", tensor), [&](CallSite&) {
+  guarded(CallSite::of("all_reduce", tensor), [&](CallSite& site) {
     if (group().size == 1 || tensor.numel() == 0) return;
     std::vector<at::Tensor> tensors{flat(tensor)};
     c10d::AllreduceOptions options;
@@ -63,8 +106,50 @@ void C10dCommunicator::all_reduce(at::Tensor& tensor, ReduceOp op) {
       tensors[0].div_(group().size);
       options.reduceOp = c10d::ReduceOp::SUM;
     }
+    const bool adds = options.reduceOp == c10d::ReduceOp::SUM;
+    // Least and greatest of floats: gloo has an order for NaN that is not torch's.
+    if (short_paths_ && (adds || at::isIntegralType(tensor.scalar_type(), true))) {
+      return reduce_directly(site, tensors[0], adds ? ReduceOp::kSum : op);
+    }
     wait(backend_->allreduce(tensors, options));
   });
+}
+
+// 1. Two ranks: each sends all it has. More: part p goes to rank p, every rank sends me my part.
+// 2. Add in the ring's order. 3. More than two: my part goes to every rank.
+void C10dCommunicator::reduce_directly(CallSite& site, at::Tensor& tensor, ReduceOp op) {
+  const auto [rank, size] = group();
+  const RingParts parts(tensor.numel(), static_cast<int64_t>(tensor.element_size()), size);
+  if (size == 2) {
+    at::Tensor other = received(tensor, 1, tensor.numel())[0];
+    transfer(site, Send{tensor, 1 - rank}, Recv{other, 1 - rank});
+    return join(tensor, other, op);
+  }
+  at::Tensor mine = parts.of(tensor, rank);
+  const at::Tensor rows = received(tensor, size, mine.numel());
+  std::vector<Send> sends, results;
+  std::vector<Recv> recvs, others;
+  for (int step = 1; step < size; ++step) {
+    const int to = (rank + step) % size, from = (rank + size - step) % size;
+    sends.push_back({parts.of(tensor, to), to});
+    recvs.push_back({rows[from], from});
+    results.push_back({mine, to});
+    others.push_back({parts.of(tensor, from), from});
+  }
+  transfer(site, sends, recvs);
+  const auto from = [&](int step) { return rows[(rank + size - step) % size]; };
+  at::Tensor sum = from(1);
+  for (int step = 2; step < size; ++step) join(sum, from(step), op);
+  join(mine, sum, op);
+  transfer(site, results, others);
+}
+
+at::Tensor C10dCommunicator::received(const at::Tensor& like, int64_t rows, int64_t numel) {
+  const int64_t bytes = rows * numel * static_cast<int64_t>(like.element_size());
+  if (!received_.defined() || received_.numel() < bytes) {
+    received_ = at::empty({bytes}, like.options().dtype(at::kByte));
+  }
+  return received_.narrow(0, 0, bytes).view(like.scalar_type()).view({rows, numel});
 }
 
 void C10dCommunicator::broadcast(at::Tensor& tensor, int root) {

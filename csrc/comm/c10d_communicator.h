@@ -39,6 +39,9 @@ class C10dCommunicator final : public Communicator {
   using Communicator::exchange;
   void exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
                 const OnReceived& on_received) override;
+  // gloo's ring takes 2 (P - 1) messages, one after the other. Afterwards a sum takes two, and one
+  // between two ranks: Note [Sums in the order of gloo's ring].
+  void shorten_paths() override { short_paths_ = is_gloo_; }
   void abort(const std::string& reason) noexcept override;
 
  private:
@@ -56,6 +59,8 @@ class C10dCommunicator final : public Communicator {
   void guarded(CallSite site, Body body);
   void transfer(CallSite& site, c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
                 const OnReceived& on_received = nullptr);
+  void reduce_directly(CallSite& site, at::Tensor& tensor, ReduceOp op);
+  at::Tensor received(const at::Tensor& like, int64_t rows, int64_t numel);
   void call_back(const OnReceived& on_received, size_t message);
   std::vector<at::Tensor> fragments(const at::Tensor& tensor) const;
   [[noreturn]] void fail(const CallSite& site, const std::string& what);
@@ -66,6 +71,8 @@ class C10dCommunicator final : public Communicator {
   std::vector<uint32_t> send_tags_;  // by peer: messages so far, counted alike on both sides
   std::vector<uint32_t> recv_tags_;
   Refusal refusal_;
+  bool short_paths_ = false;
+  at::Tensor received_;  // memory of reduce_directly()
 };
 
 }  // namespace bagua

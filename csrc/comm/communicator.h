@@ -82,6 +82,10 @@ class Communicator {
     exchange(sends, recvs, [](size_t) {});
   }
 
+  // Later calls are to need few dependent messages, whatever the number of connections: a message
+  // takes long. All ranks call it between the same two calls. Results keep their bits.
+  virtual void shorten_paths() {}
+
   // Whether all of its ranks are on one host and move bytes through memory that they share.
   virtual bool shares_memory() const { return false; }
 

@@ -42,7 +42,8 @@ struct Traffic {
 // - all_gather of S bytes of input: P - 1 messages of S, sent and received; exact on gloo.
 // - all_to_all of S bytes of input: P - 1 messages of S / P, sent and received; exact on gloo.
 // - all_reduce of S bytes: 2 (P - 1) messages, 2 S (P - 1) / P bytes, sent and received: the ring
-//   algorithm of gloo, exact but for the rounding of S / P.
+//   algorithm of gloo and, but that two ranks need one message, the one of shortened paths; exact
+//   but for the rounding of S / P.
 // - broadcast of S bytes: one message of S received by all but the root; sent to the children in
 //   gloo's binomial tree (see broadcast_children); exact on gloo, the same total elsewhere.
 // Memory that ranks share is counted by the same rules, and in shm_bytes too.
@@ -62,6 +63,7 @@ class CountingCommunicator final : public Communicator {
   using Communicator::exchange;
   void exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
                 const OnReceived& on_received) override;
+  void shorten_paths() override { inner_->shorten_paths(); }
   bool shares_memory() const override { return inner_->shares_memory(); }
   // Its calls are counted as all_reduce.
   std::shared_ptr<SharedBucket> share(const at::Tensor& tensor) override;

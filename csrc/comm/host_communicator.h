@@ -31,6 +31,7 @@ class HostCommunicator final : public Communicator {
   using Communicator::exchange;
   void exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
                 const OnReceived& on_received) override;
+  void shorten_paths() override { inner_->shorten_paths(); }
   bool shares_memory() const override { return inner_->shares_memory(); }
   void abort(const std::string& reason) noexcept override;
 

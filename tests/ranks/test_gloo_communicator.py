@@ -41,12 +41,12 @@ def test_gloo_ranks_conform(ranks, n):
     assert ranks(n, conform, timeout=100) == [(rank, n) for rank in range(n)]
 
 
-def connected(device_type):
+def connected(device_type, name="test"):
     """As a lane connects for tensors of that type, for which CPU tensors stand in."""
     store = dist.distributed_c10d._get_default_store()
     members = list(range(dist.get_world_size()))
     connections = Connections(store, dist.get_rank(), members, training.TIMEOUT)
-    return connections.connect("test", device_type)
+    return connections.connect(name, device_type)
 
 
 def loops_of_connections():
@@ -149,3 +149,32 @@ def drop_right_after_sending(times):
 
 def test_a_communicator_may_be_dropped_right_after_it_sent_memory_of_python(ranks):
     assert ranks(2, drop_right_after_sending, 25) == [25, 25]
+
+
+#: Sizes that parts of gloo's ring, and its segments of 1 MiB, do and do not divide.
+NUMELS = [1, 2, 3, 7, 4099, 262144, 700_001, 2_100_000]
+
+
+def sums_by_both_ways():
+    """Where gloo's sums and those of shortened paths have other bits."""
+    ring, direct = connected("cpu"), connected("cpu", "again")
+    direct.shorten_paths()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    different = []
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64):
+        for numel in NUMELS:
+            values = 1000 * torch.randn(numel, generator=generator, dtype=torch.float64)
+            for op in (_C.ReduceOp.SUM, _C.ReduceOp.AVG, _C.ReduceOp.MIN, _C.ReduceOp.MAX):
+                if op == _C.ReduceOp.AVG and not dtype.is_floating_point:
+                    continue
+                expected, result = values.to(dtype), values.to(dtype)
+                ring.all_reduce(expected, op)
+                direct.all_reduce(result, op)
+                if not torch.equal(expected, result):
+                    different.append((dtype, numel, op))
+    return different, ring.traffic()["bytes_sent"] - direct.traffic()["bytes_sent"]
+
+
+@over(n=[2, 3, 4])
+def test_sums_over_shortened_paths_have_the_bits_of_the_ring_of_gloo(ranks, n):
+    assert ranks(n, sums_by_both_ways, env=GLOO) == [([], 0)] * n
