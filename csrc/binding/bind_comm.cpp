@@ -340,6 +340,15 @@ void bind_waits(py::module_& m) {
       py::arg("function"),
       "Return function(*arguments), which may block without looking for signals; from the main\n"
       "thread it is called on another one. Ctrl-C ends the wait, and leaves the call to itself.");
+  m.def(
+      "keys_of",
+      [](const c10::intrusive_ptr<c10d::Store>& store) {
+        const auto keys = std::make_shared<std::vector<std::string>>();
+        run_interruptibly([=] { *keys = store->listKeys(); });
+        return *keys;
+      },
+      py::arg("store"),
+      "All keys of a store, which torch's list_keys() waits for with the GIL in its hands.");
 }
 
 }  // namespace

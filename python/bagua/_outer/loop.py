@@ -92,7 +92,7 @@ class OuterLoop(Synchronizer):
         self._connections = group.connections
         plan = build(buckets, group, local.name)
         self.engine = plan.engine
-        self.communicators = plan.communicators
+        self.communicators, self.lanes = plan.communicators, plan.lanes
         self.state = state
         self._anchored = False
         self._local = local

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import time
 import weakref
@@ -16,7 +17,7 @@ import torch
 
 from bagua import _C
 from bagua._core.group import environment as env
-from bagua._core.group.connections import fingerprint
+from bagua._core.group.connections import Connections, fingerprint
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.group.warn import warn_here
 from bagua._core.state.bagua_tensor import record_of
@@ -32,6 +33,12 @@ if TYPE_CHECKING:
 #: Time for which a closed module waits for other ranks.
 _SECONDS_FOR_A_LAST_ROUND = 10.0
 
+#: Lanes between ranks that are far apart, and how many connections they may take a rank.
+_LANES_OF_FAR_RANKS = 8
+_CONNECTIONS_OF_LANES = 128
+
+_log = logging.getLogger("bagua")
+
 
 @dataclass
 class Plan:
@@ -43,6 +50,7 @@ class Plan:
     engine: _C.Engine
     slots: dict[str, int]
     communicators: list[tuple[str, _C.CountingCommunicator]]
+    lanes: int
 
 
 def describe(buckets: Sequence[BaguaBucket]) -> list[str]:
@@ -56,11 +64,28 @@ def describe(buckets: Sequence[BaguaBucket]) -> list[str]:
     return lines
 
 
-def _number_of_lanes(buckets: Sequence[BaguaBucket]) -> int:
-    text = os.environ.get("BAGUA_LANES", "1")
+def _chosen_lanes() -> int | None:
+    """``BAGUA_LANES``; None: unset."""
+    text = os.environ.get("BAGUA_LANES")
+    if not text:
+        return None
     lanes = int(text) if text.isdecimal() else 0
     if not 1 <= lanes <= 16:
         raise ValueError(f"BAGUA_LANES={text} must be a whole number between 1 and 16")
+    return lanes
+
+
+def _number_of_lanes(
+    buckets: Sequence[BaguaBucket], device: torch.device, connections: Connections
+) -> int:
+    """Equal on all ranks. Between ranks that are far apart a bucket waits for its messages most of
+    the time, so that several are to be under way; each lane has connections to all other ranks.
+    """
+    lanes = _chosen_lanes()
+    if lanes is None:
+        several = connections.are_far and device.type == "cpu"
+        affordable = max(2, _CONNECTIONS_OF_LANES // max(1, connections.size - 1))
+        lanes = min(_LANES_OF_FAR_RANKS, affordable) if several else 1
     one_order = any(op.one_order for bucket in buckets for op in bucket.ops)
     return 1 if one_order else min(lanes, max(1, len(buckets)))
 
@@ -90,9 +115,16 @@ def _build(
     wrap = connections.next_wrap()
     description = describe(buckets)
     description += [] if weights is None else weights.describe()
+    description.append(f"BAGUA_LANES={_chosen_lanes() or 'unset'}")
     connections.agree("their buckets", description)
-    count = _number_of_lanes(buckets)
     device = buckets[0].backend_tensor.device if buckets else torch.device("cpu")
+    count = _number_of_lanes(buckets, device, connections)
+    if connections.are_far:
+        _log.info(
+            "module '%s': messages take %.1f ms there and back, so %d bucket(s) are under way at a "
+            "time (BAGUA_LANES); congestion control of TCP: %s",
+            *(name, connections.round_trip_us / 1000, count, env.get_congestion_control()),
+        )
     builders = [Lane(f"{wrap}/lane{i}", device, group) for i in range(count)]
     native: list[list[_C.Bucket]] = [[] for _ in range(count)]
     order: list[list[str]] = [[] for _ in range(count)]
@@ -121,7 +153,7 @@ def _build(
     names = [slot for lane in order for slot in lane]
     communicators = [pair for builder in builders for pair in builder.by_purpose]
     slot_numbers = {slot: i for i, slot in enumerate(names)}
-    return Plan(engine, slot_numbers, communicators)
+    return Plan(engine, slot_numbers, communicators, count)
 
 
 @contextlib.contextmanager
@@ -160,7 +192,7 @@ class EngineSynchronizer(Synchronizer):
         buckets, group = ddp.bagua_buckets, ddp.process_group
         plan = build(buckets, group, ddp.bagua_module_name, ddp.weights_sample())
         self.engine = plan.engine
-        self.communicators = plan.communicators
+        self.communicators, self.lanes = plan.communicators, plan.lanes
         self._buckets = buckets
         self._slots = plan.slots
         self._places = {

@@ -24,6 +24,7 @@ class Synchronizer:
     def __init__(self) -> None:
         #: (Purpose, communicator) of the lanes, for statistics.
         self.communicators: list[tuple[str, _C.CountingCommunicator]] = []
+        self.lanes = 1
 
     # One step, in the order in which things happen.
 

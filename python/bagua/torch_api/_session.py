@@ -621,6 +621,8 @@ class Session:
     def stats(self) -> dict[str, Any]:
         running = self._running
         stats = statistics(running.stats(), running.communicators, self.traffic)
+        milliseconds = self.process_group.connections.round_trip_us / 1000
+        stats |= {"network": {"round_trip_ms": milliseconds, "lanes": running.lanes}}
         stats |= {"built": self._built, **self.bagua_algorithm.statistics()}
         return stats if self.guard is None else stats | {"guard": self.guard.stats()}
 

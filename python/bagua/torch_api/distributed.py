@@ -221,6 +221,9 @@ class BaguaModule(torch.nn.Module):
               ``node`` (inside a node), ``leaders`` (between nodes), ``buffers``, ``check``,
               ``guard``.
             - ``control``: the same of the ranks' agreements.
+            - ``network``: ``round_trip_ms``, of a message between the two ranks that are farthest
+              apart (0: not known, or on one host), and ``lanes``, the number of buckets that are
+              under way at a time.
             - ``choice``, of ``auto`` only: ``state`` ("trying", "chosen"), ``chosen``, ``why``,
               ``turns``, how often candidates were tried, and ``table`` with ``candidate``,
               ``seconds`` of a step, ``error`` and ``refusal`` of each candidate.

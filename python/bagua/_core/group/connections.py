@@ -36,6 +36,9 @@ TRAFFIC = (*MOVED, "shm_bytes", "wire_ns")
 
 _NCCL = "libnccl.so.2"
 
+#: Time there and back from which on members are far from each other, in microseconds.
+_FAR_US = 5000
+
 #: Seconds between two questions whether a call that connects is to be given up.
 _BETWEEN_QUESTIONS_S = 0.1
 
@@ -140,6 +143,10 @@ class Connections:
         self.ranks = ranks
         self.timeout = timeout
         self._main: dict[str, _C.CountingCommunicator] = {}
+        self._main_sockets: _C.OpenedSockets | None = None
+        #: Of the two members that are farthest apart, as all members know it since they last agreed
+        #: on something. 0: not known, or on one host.
+        self.round_trip_us = 0
         self._devices: list[torch.device] = []
         self._nodes: list[int] | None = None
         self._told_why_unshared = False
@@ -163,6 +170,11 @@ class Connections:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def are_far(self) -> bool:
+        """Whether a message between members takes long, so that their number matters."""
+        return self.round_trip_us >= _FAR_US
 
     @property
     def in_phase(self) -> bool:
@@ -348,6 +360,8 @@ class Connections:
         """The communicator that belongs to the main thread, for tensors of ``device``."""
         label = self.label(device)
         if label not in self._main:
+            if label == "cpu":
+                self._main_sockets = _C.OpenedSockets()
             self._main[label] = self.connect(f"main/{label}", device)
         return self._main[label]
 
@@ -419,6 +433,8 @@ class Connections:
             members,
             1000 * (time.monotonic() - start),
         )
+        if self.are_far:
+            connected.shorten_paths()
         return _C.CountingCommunicator(connected)
 
     def connect_nodes(
@@ -617,7 +633,10 @@ class Connections:
             return
         own = fingerprint(lines) >> 1
         with self.collective_phase(f"agreeing on {what}"):
-            least, negated = self.reduce_numbers(what, _C.ReduceOp.MIN, own, -own)
+            self.main_communicator("cpu")
+            numbers = own, -own, -self._own_round_trip_us()
+            least, negated, farthest = self.reduce_numbers(what, _C.ReduceOp.MIN, *numbers)
+            self._know_round_trip(-farthest)
             if least == -negated:
                 return
             values = self.gather_numbers(what, own)
@@ -627,6 +646,18 @@ class Connections:
             texts = self._gather(name, list(range(self.size)), text)
         first, second = (lines_in(texts[rank], f"{name} of rank {rank}") for rank in (0, other))
         raise mismatch(what, first, second, other)
+
+    def _own_round_trip_us(self) -> int:
+        if self._main_sockets is None or self._main["cpu"].shares_memory:
+            return 0
+        return self._main_sockets.round_trip_us()
+
+    def _know_round_trip(self, microseconds: int) -> None:
+        """All members know it from here on."""
+        were_far, self.round_trip_us = self.are_far, microseconds
+        if self.are_far and not were_far:
+            for communicator in self._main.values():
+                communicator.shorten_paths()
 
 
 class MainThreadTraffic:

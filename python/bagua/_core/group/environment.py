@@ -179,6 +179,14 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" or host == "::1" or re.fullmatch(r"127(\.\d+){3}", host) is not None
 
 
+def get_congestion_control() -> str:
+    """The kernel's, for connections of TCP: ``"cubic"``, ``"bbr"``; empty: not known."""
+    try:
+        return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    except OSError:
+        return ""
+
+
 def get_default_bucket_size() -> int:
     """Bytes after which a bucket is closed (``BAGUA_DEFAULT_BUCKET_SIZE``, default 10 MiB)."""
     size = integer("BAGUA_DEFAULT_BUCKET_SIZE", 10 * 1024**2)
