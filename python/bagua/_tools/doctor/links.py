@@ -229,8 +229,9 @@ def _send(connection: socket.socket, most_bytes: int, latency: float) -> tuple[f
         elapsed = time.perf_counter() - begun
         if size == most_bytes or elapsed >= least:
             break
-        growth = min(_GROWTH, 1.25 * least / elapsed)
-        size = min(max(2 * size, int(growth * size)), most_bytes)
+        # Not much longer than it takes, on links where that are seconds.
+        growth = min(_GROWTH, max(_GROWTH * _SECONDS, 1.25 * least) / elapsed)
+        size = min(int(max(2.0, growth) * size), most_bytes)
     again, segments = _segments(connection)
     rate = statistics.median(_send_bytes(connection, size) for _ in range(_TRANSFERS))
     more_again, more_segments = _segments(connection)
