@@ -71,6 +71,13 @@ def test_the_fastest_is_taken_and_within_three_percent_what_loses_least(seconds,
     assert "ms" in selection.why
 
 
+def test_a_far_network_is_told_to_those_who_could_train_in_rounds():
+    for exact, told in ((1.0, False), (1.2, False), (1.3, True), (9.0, True)):
+        selection = Run({EXACT: exact, EIGHT: 0.9, FOUR: 0.5}).to_the_end()
+        assert selection.at_work.label == FOUR
+        assert ("DiLoCoAlgorithm would send once" in selection.why) == told
+
+
 FASTER = {EXACT: 1.0, EIGHT: 0.9, FOUR: 0.5}
 
 

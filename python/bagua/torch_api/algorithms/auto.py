@@ -43,6 +43,8 @@ _log = logging.getLogger("bagua")
 WARM_UP, TIMED = 3, 10
 #: A candidate that loses more has to be faster by this share: a smaller gain is noise.
 WORTH = 0.03
+#: Where exact gradients take so many times as long, a fifth of a step with 4 bits is waiting.
+FAR = 2.5
 #: The choice is made anew when steps take this many times as long in so many windows in a row.
 SLOWER, WINDOWS = 1.5, 3
 #: A window has the steps of so many seconds, within these limits.
@@ -228,6 +230,11 @@ class Selection:
         best = min(near, key=lambda trial: trial.error or 0.0)
         exact, seconds = self.trials[0], _seconds(best)
         why = f"{seconds * 1e3:.1f} ms a step, {_seconds(exact) * 1e3:.1f} ms with exact gradients"
+        if _seconds(exact) >= FAR * seconds:
+            why += (
+                "; steps still wait for the network, where DiLoCoAlgorithm would send once in many "
+                "steps"
+            )
         if best is exact:
             why = f"{seconds * 1e3:.1f} ms a step, and nothing allowed is {WORTH:.0%} faster"
         self.turns += 1
