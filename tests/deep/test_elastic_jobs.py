@@ -111,29 +111,43 @@ def test_a_slow_rank_costs_no_more_than_the_grace_and_what_it_trains_counts():
 
 
 @pytest.mark.timeout(300)
-@needs_namespaces
-def test_a_rank_behind_a_cut_link_ends_and_the_others_go_on(tmp_path):
+def cut_while_training(folder, cuts):
+    """How three ranks end that lose those links in their fifth round; the first two go on."""
     rounds, after = 60, 5
 
     def notes(rank):
-        path = tmp_path / f"{rank}.jsonl"
+        path = folder / f"{rank}.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
     def cut(_):
         deadline = time.monotonic() + elastic_job.PATIENCE
-        while not (tmp_path / "2.jsonl").exists() or notes(2)[-1].get("round", 0) < after:
+        while not (folder / "2.jsonl").exists() or notes(2)[-1].get("round", 0) < after:
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        for other in range(2):
-            link.cut(2, other)
+        for pair in cuts:
+            link.cut(*pair)
 
     with network.Network(3) as link:
         ends = run_on_network(
-            link, elastic_job.PROGRAM, [tmp_path, rounds], timeout=6 * TIMEOUT, meanwhile=cut
+            link, elastic_job.PROGRAM, [folder, rounds], timeout=6 * TIMEOUT, meanwhile=cut
         )
     assert [end.returncode for end in ends] == [0, 0, EXIT_OF_AN_ERROR], ends
-    assert "store" in ends[2].stdout
     last = [notes(rank)[-2] for rank in range(2)]
     assert last[0]["members"] == [0, 1]
     assert [note["round"] for note in last] == [rounds] * 2
     assert last[0]["bits"] == last[1]["bits"]
+    return ends
+
+
+@needs_namespaces
+def test_a_rank_behind_a_cut_link_ends_and_the_others_go_on(tmp_path):
+    ends = cut_while_training(tmp_path, [(2, 0), (2, 1)])
+    assert "store" in ends[2].stdout
+
+
+@needs_namespaces
+def test_of_two_ranks_that_lose_the_link_between_them_one_goes_on(tmp_path):
+    ends = cut_while_training(tmp_path, [(1, 2)])
+    assert "rank 2 is left out, and rank(s) 0, 1 go on: ranks 1 and 2 do not" in ends[2].stdout
+    for end in ends[:2]:
+        assert "go on: ranks 1 and 2 do not reach each other: " in end.stderr

@@ -1,6 +1,8 @@
 """Agreement on members through a store; ranks are threads, and heartbeats of the dead end."""
 
 import re
+import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -10,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 from bagua import BaguaError
-from bagua._core.group import membership
+from bagua._core.group import links, membership
 from bagua._core.group.membership import Membership, newest
 from support.counting_store import CountingStore
 
@@ -174,6 +176,14 @@ def test_a_living_member_is_late_after_the_grace_and_returns_as_it_is(founded):
     assert gathered(members) == [(False, False)] * 3
 
 
+def test_who_has_not_looked_for_a_while_takes_nobody_for_dead(founded, monkeypatch):
+    store, (_, other, _) = founded
+    pulse, now = membership.Pulse(store), time.monotonic()
+    pulse.look([other._life.name])
+    monkeypatch.setattr(membership, "time", SimpleNamespace(monotonic=lambda: now + 1000))
+    assert not pulse.silent(other._life.name)
+
+
 def test_a_round_does_not_wait_for_the_dead(founded):
     _, members = founded
     del members[2]._life
@@ -242,3 +252,81 @@ def test_a_round_and_a_change_ask_the_store_for_as_much_with_many_members_as_wit
         ):
             asked, looks = requests_of(stores, calls)
             assert asked <= 8 + 6 * looks, (size, asked, looks)
+
+
+def changes_with_links(members, monkeypatch, *bad, least=2):
+    """Changes after a failure of members of which those pairs have lost their link."""
+    own, asked = threading.local(), links.out_of_reach
+
+    def out_of_reach(places):
+        assert sorted(places) == [member._rank for member in members if member._rank != own.rank]
+        lost = [other for other in places if {own.rank, other} in bad]
+        return sorted([*asked(places), *lost])
+
+    def change(member):
+        own.rank = member._rank
+        return member.change({"rounds": member._rank}, least, failed=True)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(links, "out_of_reach", out_of_reach)
+        return at_once(*(partial(change, member) for member in members))
+
+
+def test_of_each_bad_link_one_end_goes_and_both_are_named(founded, monkeypatch):
+    _, members = founded
+    found = changes_with_links(members, monkeypatch)
+    assert [(change.members, change.apart) for change in found] == [([0, 1, 2], [])] * 3
+    *stay, error = changes_with_links(members, monkeypatch, {1, 2})
+    assert stay[0] == stay[1]
+    assert (stay[0].members, stay[0].lost, stay[0].apart) == ([0, 1], [2], [(1, 2)])
+    assert "rank 2 is left out, and rank(s) 0, 1 go on: ranks 1 and 2 do not reach" in str(error)
+    for error in changes_with_links(members[:2], monkeypatch, {0, 1}):
+        assert "rank 1 is left out" in str(error) or (
+            "rank(s) 1 of 2 were lost (ranks 0 and 1 do not reach each other), and the 1 left"
+            in str(error)
+        )
+
+
+def test_the_member_with_most_bad_links_goes():
+    assert links.left_out([]) == []
+    assert links.left_out([(0, 3)]) == [3]
+    assert links.left_out([(0, 1), (0, 2), (0, 3)]) == [0]
+    assert links.left_out([(0, 1), (2, 3), (1, 3)]) == [3, 1]
+
+
+def test_links_are_asked_over_tcp_whatever_listens_there(monkeypatch):
+    monkeypatch.setattr(links, "PATIENCE", 0.3)
+    door, closed, mute = links.Door(), links.Door(), socket.create_server(("127.0.0.1", 0))
+    closed.close()
+    places = {
+        1: door.place,
+        2: closed.place,
+        3: links.Place(*mute.getsockname(), "0" * 16),
+        4: door.place._replace(token="0" * 16),
+    }
+    with mute:
+        assert links.out_of_reach(places) == [2, 3, 4]
+        assert links.out_of_reach({1: door.place}) == []
+    door.close()
+    assert links.out_of_reach({1: door.place}) == [1]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[7]",
+        '[1, {"rounds": "x"}, null]',
+        '[1, {"steps": 1}, null]',
+        '[1, {"\\u001b[2J": 1}, null]',
+        '[1, {"rounds": 1}, ["example.org", 80, "0123456789abcdef"]]',
+        '[1, {"rounds": 1}, ["10.0.0.1", 99999, "0123456789abcdef"]]',
+        "x" * 10**6,
+    ],
+)
+def test_lines_of_strangers_in_a_change_are_refused_with_their_key(founded, line):
+    store, members = founded
+    store.append("generation1/here", f"{line}\n")
+    (error,) = changes(members[:1])
+    assert "under 'generation1/here', which is not of the form that it should be" in str(error)
+    assert len(str(error)) < 400
+    assert str(error).isprintable()

@@ -50,6 +50,7 @@ from bagua._core.group.membership import (
     Report,
     elastic_store,
     forget_old,
+    links_in_words,
     store_needed,
 )
 from bagua._core.group.process_group import BaguaProcessGroup
@@ -252,7 +253,9 @@ class ElasticRanks(FixedRanks):
                 (request,) = self._in_island(self._membership.ask(returns=True))
                 change = self._membership.join(request)
             else:
-                change = self._membership.change(report, self._elastic.quorum)
+                change = self._membership.change(
+                    report, self._elastic.quorum, failed=self.failure is not None
+                )
             self._warn(name, report, change)
             self._enter(change)
             failure = None
@@ -334,6 +337,8 @@ class ElasticRanks(FixedRanks):
         called = f"{self._called}(s)"
         left = f"{called} {_listed(sorted(change.reports))} go on"
         reason = str(self.failure).split("\n", maxsplit=1)[0]
+        if change.apart:
+            reason = f"{links_in_words(self._called, change.apart)}: {reason}"
         if change.lost and self.failure is None and self._elastic.grace is not None:
             late = f"{called} {_listed(change.lost)} did not come in time to outer round {number}"
             text = f"module '{name}': {late}, {left}"

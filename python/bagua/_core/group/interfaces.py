@@ -102,6 +102,14 @@ def _listed(places: dict[int, list[str]], ranks: list[int]) -> str:
     return ", ".join(texts) + (" and others" if len(ranks) > _MOST_NAMED else "")
 
 
+def own_address() -> str:
+    """At which gloo listens in this process; OSError: there is none."""
+    address, reason = _own_place()
+    if address == _NO_ADDRESS:
+        raise OSError(f"{address}: {reason}")
+    return address
+
+
 def _own_place() -> tuple[str, str]:
     """Address at which gloo listens in this process, and why."""
     name = os.environ.get(_VARIABLE, "").split(",")[0]

@@ -8,13 +8,13 @@ own. The next one is decided by a single ``compare_set`` on one key of the store
 more than one, however the network is cut: the store is the referee.
 
 1. Each member of a generation that has failed, or has seen a request to join, writes that it is
-   here, with a report of its state.
+   here, with a report of its state. After a failure they find out which of them reach each other:
+   Note [One bad link].
 2. It waits until each other member is here too, or has been silent for some seconds, or twice the
    group's timeout is over: the first is for a rank that waits in a collective.
-3. It proposes those that are here, and the processes that wait to join and are alive. The first
-   proposal is the decision.
-4. A member that is not in it, because it was taken for dead, raises. So do all if fewer are left
-   than they must be.
+3. It proposes those that are here, less one end of each bad link, and the processes that wait to
+   join and are alive. The first proposal is the decision.
+4. A member that is not in it raises. So do all if fewer are left than they must be.
 
 A member of several processes, an island, has one that does this, its leader. The others read the
 decision: all of them have agreed that there is to be one.
@@ -25,7 +25,7 @@ None grows with rounds, generations or processes that have come back:
 - ``members``: the newest decision, which takes the place of the one before.
 - ``asking``: lines of those that wait to join, one a rank. Who decides takes answered ones away.
 - ``generation<g>/here``: lines of the members that have come to the change to generation g;
-  ``generation<g>/decided`` wakes those that wait for it.
+  ``.../links``: whom each of them does not reach; ``.../decided`` wakes those that wait for it.
 - ``generation<g>/round<n>/here``, ``.../late``: of a round of generation g with a grace. Who
   decides round n deletes round n - 2, whose decision all have read that were in n - 1.
 - ``life/<name>``: heartbeats of a process. Who decides deletes those of processes that neither
@@ -38,11 +38,11 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -58,6 +58,9 @@ from bagua._core.group.rendezvous import (
     stored_name,
     value_in,
 )
+
+if TYPE_CHECKING:
+    from bagua._core.group.links import Place
 
 _PAUSE = 0.5  # seconds between two looks at the store, and at a heartbeat
 _SOMEONE_JOINS = -1  # among the late ones of a round
@@ -83,6 +86,7 @@ class Change:
         joined: members that are new.
         returned: members that were late for a round.
         reports: of the members that stay.
+        apart: pairs of members before that did not reach each other.
     """
 
     generation: int
@@ -91,6 +95,7 @@ class Change:
     returned: list[int]
     lost: list[int]
     reports: dict[int, Report]
+    apart: list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,7 @@ class Decision:
         members: names of their lives, by global rank.
         reports: of the members that stay, by global rank; of the first generation there are none.
         returned: new ones that were late, and keep their state.
+        apart: pairs of members before that did not reach each other.
         unanswered: lives of those that asked to join, and were not taken in.
     """
 
@@ -108,6 +114,7 @@ class Decision:
     members: dict[int, str] = field(default_factory=dict)
     reports: dict[int, Report] = field(default_factory=dict)
     returned: list[int] = field(default_factory=list)
+    apart: list[tuple[int, int]] = field(default_factory=list)
     unanswered: list[str] = field(default_factory=list)
 
     def joined(self) -> list[int]:
@@ -143,11 +150,12 @@ class Pulse:
         self._reads_many: bool = store.has_extended_api()  # type: ignore[attr-defined]
         self._first: dict[str, bytes] = {}
         self._last: dict[str, _Seen] = {}
+        self._looked = 0.0
 
     def look(self, names: Iterable[str]) -> None:
         """Read the heartbeats of those :class:`Life`. Two requests, where all have beaten."""
         names = [*dict.fromkeys(names)]
-        now = time.monotonic()
+        self._looked = now = time.monotonic()
         for name, beat in zip(names, self._beats(names), strict=True):
             self._first.setdefault(name, beat)
             last = self._last.get(name)
@@ -156,7 +164,7 @@ class Pulse:
 
     def silent(self, name: str) -> bool:
         """Whether the heartbeat had not changed for some seconds at the last look."""
-        return time.monotonic() - self._last[name].at > SECONDS_OF_SILENCE
+        return self._looked - self._last[name].at > SECONDS_OF_SILENCE
 
     def beats(self, name: str) -> bool:
         """Whether the heartbeat had changed between the first look and the last one."""
@@ -313,16 +321,27 @@ class Membership:
         if number > 0:
             forget(self._store, [f"{key}/here", f"{key}/late"])
 
-    def change(self, report: Report, least: int) -> Change:
+    def change(self, report: Report, least: int, *, failed: bool = False) -> Change:
         """Agree on the next generation: Note [Generations]. All members call it.
 
-        ``report``: for the others. ``least``: members without which nobody goes on.
+        ``report``: for the others. ``least``: members without which nobody goes on. ``failed``: a
+        round has, so that links are to be looked at.
         """
         with store_needed():
             number = self.generation + 1
-            decision = self._await_decision(number) if self._life is None else self._decide(report)
+            if self._life is None:
+                decision = self._await_decision(number)
+            else:
+                with _door(failed) as place:
+                    decision = self._decide([self._rank, report, place])
             members, called = decision.members, self._called
             if members.get(self._rank) != self.lives.get(self._rank):
+                if any(self._rank in link for link in decision.apart):
+                    raise _C.BaguaError(
+                        f"{called} {self._rank} is left out, and {called}(s) {_listed(members)} go "
+                        f"on: {links_in_words(called, decision.apart)}. Mend the network between "
+                        "them, then start it again to have it come back."
+                    )
                 raise _C.BaguaError(
                     f"{called} {self._rank} was taken for dead by {called}(s) {_listed(members)}, "
                     f"which are in generation {decision.generation} without it. Start it again to "
@@ -330,8 +349,9 @@ class Membership:
                 )
             lost = sorted({*self.lives} - {*decision.reports})
             if len(members) < least:
+                apart = f" ({links_in_words(called, decision.apart)})" if decision.apart else ""
                 raise _C.BaguaError(
-                    f"{called}(s) {_listed(lost)} of {len(self.lives)} were lost, and the "
+                    f"{called}(s) {_listed(lost)} of {len(self.lives)} were lost{apart}, and the "
                     f"{len(members)} left are fewer than quorum={least}. Restart the job "
                     "from its last checkpoint, or allow fewer ranks."
                 )
@@ -349,6 +369,7 @@ class Membership:
             returned,
             lost,
             decision.reports,
+            decision.apart,
         )
 
     def _await_decision(self, number: int) -> Decision:
@@ -362,33 +383,65 @@ class Membership:
             has_come(self._store, [_decided_key(number)], _PAUSE)
         return decision
 
-    def _decide(self, report: Report) -> Decision:
-        """The next generation, which is decided, perhaps by this process."""
+    def _decide(self, line: list[Any]) -> Decision:
+        """The next generation, which is decided, perhaps by this process. ``line``: its own."""
         pulse, number = Pulse(self._store), self.generation + 1
         deadline = time.monotonic() + 2 * self._timeout.total_seconds()
         came = False
         while (before := newest(self._store, self.generation)).generation < number:
             if not came:
-                line = f"{json.dumps([self._rank, report])}\n"
-                append(self._store, f"generation{number}/here", line)
+                append(self._store, f"generation{number}/here", f"{json.dumps(line)}\n")
                 came = True
-            here = self._here(f"generation{number}", lambda line: _report(line[1]))
+            here = self._here(f"generation{number}", lambda other: _present(other, line[1]))
             expected = {r: life for r, life in self.lives.items() if r not in self._late}
             missing = [life for rank, life in expected.items() if rank not in here]
             asking = [request for request in self._asking() if request.rank not in here]
-            pulse.look([*missing, *(request.life for request in asking)])
+            pulse.look([*self.lives.values(), *(request.life for request in asking)])
             waited_for = [life for life in missing if not pulse.silent(life)]
             joining = [request for request in asking if pulse.beats(request.life)]
             dead = {request.life for request in asking if pulse.silent(request.life)}
-            unknown = len(asking) - len(joining) - len(dead)
-            if time.monotonic() <= deadline and (waited_for or unknown > 0):
+            waits = waited_for or len(asking) > len(joining) + len(dead)
+            apart = None if waits else self._apart(number, here, pulse)
+            if apart is None and time.monotonic() <= deadline:
                 has_come(self._store, [_decided_key(number)], _PAUSE)
                 continue
-            members = {rank: self.lives[rank] for rank in here}
+            reports = _going_on(here, apart or [])
+            members = {rank: self.lives[rank] for rank in reports}
             members |= {request.rank: request.life for request in joining}
             returned = [request.rank for request in joining if request.returns]
-            self._propose(before, Decision(number, members, here, returned), dead)
+            self._propose(before, Decision(number, members, reports, returned, apart or []), dead)
         return before
+
+    def _apart(
+        self, number: int, here: Mapping[int, _Present], pulse: Pulse
+    ) -> list[tuple[int, int]] | None:
+        """The pairs that do not reach each other; None: not all have told it yet."""
+        places = {rank: place for rank, (_, place) in here.items() if place is not None}
+        if not places:
+            return []
+        key = f"generation{number}/links"
+        told = self._told(key)
+        if self._rank not in told:
+            places.pop(self._rank, None)
+            from bagua._core.group.links import out_of_reach
+
+            append(self._store, key, f"{json.dumps([self._rank, out_of_reach(places)])}\n")
+            told = self._told(key)
+        if any(rank not in told and not pulse.silent(self.lives[rank]) for rank in here):
+            return None
+        return [
+            (rank, other)
+            for rank in sorted(told)
+            for other in sorted(told[rank])
+            if rank < other and rank in told.get(other, ())
+        ]
+
+    def _told(self, key: str) -> dict[int, list[int]]:
+        """By member those that it does not reach."""
+        lines = _lines(
+            read(self._store, key), key, lambda line: (_number(line[0]), [*map(_number, line[1])])
+        )
+        return dict(lines)
 
     def _propose(self, before: Decision, decision: Decision, dead: Collection[str] = ()) -> None:
         """Make this the decision, unless there is one already. ``dead``: some that have asked."""
@@ -518,6 +571,51 @@ def _name(value: Any) -> str:
     return str(value)
 
 
+class _Present(NamedTuple):
+    report: Report
+    place: Place | None
+
+
+def _present(line: Any, like: Report) -> _Present:
+    """A member that has come to a change, with a report that counts as ``like`` does."""
+    from bagua._core.group.links import Place
+
+    if line[1].keys() != like.keys():
+        raise ValueError(line[1])
+    return _Present(_report(line[1]), None if line[2] is None else Place.of(*line[2]))
+
+
+def _going_on(here: Mapping[int, _Present], apart: list[tuple[int, int]]) -> dict[int, Report]:
+    """Reports of the members that are here, without one end of each bad link."""
+    gone: list[int] = []
+    if apart:
+        from bagua._core.group.links import left_out
+
+        gone = left_out(apart)
+    return {rank: report for rank, (report, _) in here.items() if rank not in gone}
+
+
+@contextmanager
+def _door(opened: bool) -> Iterator[Place | None]:
+    """Listens inside, where links are looked at and there is an address."""
+    door = None
+    if opened:
+        from bagua._core.group.links import Door
+
+        with suppress(OSError):
+            door = Door()
+    try:
+        yield None if door is None else door.place
+    finally:
+        if door is not None:
+            door.close()
+
+
+def links_in_words(called: str, apart: Iterable[tuple[int, int]]) -> str:
+    links = " and ".join(f"{called}s {one} and {other}" for one, other in apart)
+    return f"{links} do not reach each other"
+
+
 def _report(value: Any) -> Report:
     if not all(
         is_name(name.replace("_", "").encode()) and type(value[name]) is int for name in value
@@ -532,6 +630,7 @@ def _decision(value: Any, text: bytes, known: int) -> Decision:
         {_number(int(rank)): _name(life) for rank, life in value["members"].items()},
         {_number(int(rank)): _report(report) for rank, report in value["reports"].items()},
         [_number(rank) for rank in value["returned"]],
+        [(_number(one), _number(other)) for one, other in value["apart"]],
         [_name(life) for life in value["unanswered"]],
     )
     if found.text().encode() != text or not {*found.reports} <= {*found.members}:
