@@ -86,6 +86,23 @@ def test_a_rank_that_is_new_joins_those_that_were_there_before(ranks):
     assert ranks(3, start_again_with_another_size, init=False) == [2, 2, 2]
 
 
+def keys_after_starts():
+    store, counts = job_store(), []
+    for starts in (3, 3):
+        for _ in range(starts):
+            start_and_train()
+        store.add("met", 1)
+        while store.add("met", 0) % int(os.environ["WORLD_SIZE"]):
+            time.sleep(0.001)
+        counts.append(store.num_keys())
+    return counts
+
+
+def test_starts_leave_no_more_keys_when_there_are_many(ranks):
+    for few, many in ranks(2, keys_after_starts, init=False):
+        assert many <= few
+
+
 def start_without(absent):
     if int(os.environ["RANK"]) == absent:
         return ""

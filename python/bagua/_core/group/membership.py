@@ -53,6 +53,7 @@ from bagua._core.group.rendezvous import (
     forget,
     has_come,
     is_name,
+    keys_in,
     name_in,
     read,
     stored_name,
@@ -546,10 +547,7 @@ def _decided_key(generation: int) -> str:
 
 def forget_old(store: c10d.Store, generation: int, lives: Collection[str]) -> None:
     """Delete keys of generations before the one before ``generation``, and of other ``lives``."""
-    keys: list[str] = []
-    with suppress(RuntimeError, NotImplementedError):  # not every store can list its keys
-        keys = _C.keys_of(store)
-    forget(store, [key for key in keys if _is_old(key, generation, lives)])
+    forget(store, [key for key in keys_in(store) if _is_old(key, generation, lives)])
 
 
 def _is_old(key: str, generation: int, lives: Collection[str]) -> bool:

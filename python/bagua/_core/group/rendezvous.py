@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -178,8 +179,8 @@ def agree_on_incarnation(
     1. Every rank but 0 appends a random number to a list and waits for the answer to that number.
     2. Rank 0 draws the name and answers every number of the list, until each rank has confirmed,
        under that name, that it is present. Numbers of dead ranks are answered too, without effect.
-    3. Rank 0 publishes that all are present, or which ranks are missing, and deletes the list and
-       the answers.
+    3. Rank 0 publishes that all are present, or which ranks are missing, and deletes the list,
+       the answers, and all keys under names of starts before.
 
     ``called``, ``call``: what errors call those that agree, and what each of them has to call.
 
@@ -236,8 +237,11 @@ def _receive(store: c10d.Store, name: str, size: int, timeout: timedelta) -> lis
         pause = min(2 * pause, _PAUSES[1])
     store.set(f"bagua/{name}/missing", json.dumps(missing))
     if not missing:
-        # A number that is not among those that came is of a dead process: nobody reads the answer.
+        # A number that is not among those that came is of a dead process: nobody reads the answer,
+        # and nobody anything of starts before this one.
         forget(store, [_HELLO, f"bagua/{name}/came", *(f"bagua/welcome/{n}" for n in answered)])
+        before = re.compile(f"bagua/(?!{name}/)[0-9a-f]{{16}}/")
+        forget(store, filter(before.match, keys_in(store)))
     return missing
 
 
@@ -322,7 +326,14 @@ def append(store: c10d.Store, key: str, text: str) -> None:
         before, after = found, found + text
 
 
-def forget(store: c10d.Store, keys: Sequence[str]) -> None:
+def keys_in(store: c10d.Store) -> list[str]:
+    """All keys; none where the store cannot list them."""
+    with suppress(RuntimeError, NotImplementedError):
+        return _C.keys_of(store)
+    return []
+
+
+def forget(store: c10d.Store, keys: Iterable[str]) -> None:
     """Delete ``keys``, where the store knows how."""
     with suppress(RuntimeError, NotImplementedError):
         for key in keys:
