@@ -333,3 +333,31 @@ def test_lines_of_strangers_in_a_change_are_refused_with_their_key(founded, line
     assert "under 'generation1/here', which is not of the form that it should be" in str(error)
     assert len(str(error)) < 400
     assert str(error).isprintable()
+
+
+def test_words_of_strangers_are_refused_with_their_key_wherever_they_are_read():
+    calls = {
+        "asking": lambda member: member.requests(),
+        "generation0/round1/late": lambda member: member.gather(1, 0.1),
+        "generation0/round1/here": lambda member: member.gather(1, 0.1),
+        "generation1/links": lambda member: member.change({"rounds": 1}, 1, failed=True),
+        "members": lambda member: member.join(7),
+    }
+    for key, call in calls.items():
+        for word in (
+            b"\xff\xfe",
+            "[1e999]",
+            "[[1]]",
+            "9" * 30,
+            "\x1b]0;owned\x07",
+            '[1,"\x1b",false]',
+        ):
+            store = dist.HashStore()
+            member = Membership(store, 0, TIMEOUT)
+            member.found([0])
+            store.set(key, word)
+            with pytest.raises(
+                BaguaError, match=f"under '{key}', which is not of the form"
+            ) as error:
+                call(member)
+            assert str(error.value).isprintable()
