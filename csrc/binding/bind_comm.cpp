@@ -100,6 +100,7 @@ void bind_communicator(py::module_& m) {
       .def("shorten_paths", &Communicator::shorten_paths)
       .def("abort", &Communicator::abort, py::arg("reason"), ReleaseGil());
 
+  m.attr("MOST_RANKS_TOLD_DIRECTLY") = kMostToldDirectly;
   py::class_<C10dCommunicator, Communicator, std::shared_ptr<C10dCommunicator>>(m,
                                                                                 "C10dCommunicator")
       .def(py::init([](c10::intrusive_ptr<c10d::Backend> backend) {

@@ -172,6 +172,10 @@ void C10dCommunicator::all_gather(const at::Tensor& input, at::Tensor& output) {
     at::Tensor source = flat(input);
     at::Tensor target = flat(output);
     if (!is_gloo_ && size > 1) return wait(backend_->_allgather_base(target, source));
+    const bool small = static_cast<int64_t>(target.nbytes()) <= kMostRecordsBytes;
+    if (size > kMostToldDirectly && small && !short_paths_) {
+      return all_gather_by_doubling(site, source, target);
+    }
     std::vector<Send> sends;
     std::vector<Recv> recvs;
     for (int step = 1; step < size; ++step) {
@@ -183,6 +187,45 @@ void C10dCommunicator::all_gather(const at::Tensor& input, at::Tensor& output) {
     transfer(site, sends, recvs);
     copy_unless_same(target.narrow(0, rank * slot, slot), source);
   });
+}
+
+// Slot i of `held` is of rank (rank + i) mod size.
+// 1. Post every receive: of slots s to 2 s - 1, from the rank s after this one, for s = 1, 2, 4,
+// ...
+// 2. For each s, send slots 0 to s - 1, and wait for those that are received.
+// 3. Put the slots into the order of ranks.
+void C10dCommunicator::all_gather_by_doubling(CallSite& site, const at::Tensor& source,
+                                              at::Tensor& target) {
+  const auto [rank, size] = group();
+  const int64_t slot = source.numel();
+  const at::Tensor held = at::empty_like(target);
+  held.narrow(0, 0, slot).copy_(source);
+  const auto part = [&](int first, int stride) {
+    return held.narrow(0, first * slot, std::min(stride, size - stride) * slot);
+  };
+  std::vector<Pending> received, sent;
+  for (int stride = 1; stride < size; stride *= 2) {
+    const int from = (rank + stride) % size;
+    std::vector<at::Tensor> message{part(stride, stride)};
+    site = CallSite::of(site.call, message[0], from);
+    received.push_back({backend_->recv(message, from, next_tag(recv_tags_[from])), site});
+  }
+  auto next = received.begin();
+  for (int stride = 1; stride < size; stride *= 2, ++next) {
+    const int to = (rank + size - stride) % size;
+    std::vector<at::Tensor> message{part(0, stride)};
+    site = CallSite::of(site.call, message[0], to);
+    sent.push_back({backend_->send(message, to, next_tag(send_tags_[to])), site});
+    site = next->site;
+    wait(next->work);
+  }
+  for (const Pending& one : sent) {
+    site = one.site;
+    wait(one.work);
+  }
+  target.narrow(0, rank * slot, (size - rank) * slot)
+      .copy_(held.narrow(0, 0, (size - rank) * slot));
+  target.narrow(0, 0, rank * slot).copy_(held.narrow(0, (size - rank) * slot, rank * slot));
 }
 
 void C10dCommunicator::all_to_all(const at::Tensor& input, at::Tensor& output) {

@@ -15,6 +15,15 @@
 
 namespace bagua {
 
+// Note [Records of many ranks]
+// Ranks compare small records in each round: of P ranks each would send P - 1 messages. So where
+// there are more than kMostToldDirectly of them, gloo's all_gather of at most kMostRecordsBytes
+// passes on what it has got in ceil(log2 P) steps, to the rank 1, 2, 4, ... before, of as many
+// bytes. Then a rank needs connections to these alone. Where messages take long, a rank still sends
+// all of them at once.
+inline constexpr int kMostToldDirectly = 8;
+inline constexpr int64_t kMostRecordsBytes = 256 << 10;
+
 // A group of ranks over a c10d backend; rank, size and timeout are the backend's.
 //
 // Contracts of Communicator, and:
@@ -61,6 +70,7 @@ class C10dCommunicator final : public Communicator {
                 const OnReceived& on_received = nullptr);
   void reduce_directly(CallSite& site, at::Tensor& tensor, ReduceOp op);
   at::Tensor received(const at::Tensor& like, int64_t rows, int64_t numel);
+  void all_gather_by_doubling(CallSite& site, const at::Tensor& source, at::Tensor& target);
   void call_back(const OnReceived& on_received, size_t message);
   std::vector<at::Tensor> fragments(const at::Tensor& tensor) const;
   [[noreturn]] void fail(const CallSite& site, const std::string& what);

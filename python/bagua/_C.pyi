@@ -74,6 +74,8 @@ class ThreadHub:
 class ThreadCommunicator(Communicator):
     def __init__(self, hub: ThreadHub, rank: int) -> None: ...
 
+MOST_RANKS_TOLD_DIRECTLY: int
+
 class C10dCommunicator(Communicator):
     def __init__(self, backend: Backend) -> None: ...
 
