@@ -112,6 +112,12 @@ void bind_communicator(py::module_& m) {
   py::class_<CountingCommunicator, Communicator, std::shared_ptr<CountingCommunicator>>(
       m, "CountingCommunicator")
       .def(py::init<std::shared_ptr<Communicator>>(), py::arg("inner"))
+      .def(
+          "counted_apart",
+          [](const CountingCommunicator& self) {
+            return std::make_shared<CountingCommunicator>(self.inner());
+          },
+          "The same connections, of the same owner, with counters from zero.")
       .def("traffic",
            [](const CountingCommunicator& self) { return traffic_dict(self.traffic()); });
 

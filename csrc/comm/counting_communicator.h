@@ -64,6 +64,8 @@ class CountingCommunicator final : public Communicator {
   void exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
                 const OnReceived& on_received) override;
   void shorten_paths() override { inner_->shorten_paths(); }
+  const std::shared_ptr<Communicator>& inner() const { return inner_; }
+
   bool shares_memory() const override { return inner_->shares_memory(); }
   // Its calls are counted as all_reduce.
   std::shared_ptr<SharedBucket> share(const at::Tensor& tensor) override;

@@ -31,7 +31,7 @@ inline constexpr uint32_t kShowsWeights = 1;
 // Note [Agreement]
 // gloo does not compare sizes: an all_reduce of different sizes aborts one rank and returns wrong
 // sums on the other. So no bucket of a round starts before all ranks have compared plan and
-// round. The exchange runs on a communicator of its own, from the start of forward, hidden
+// round. The exchange runs on the first lane's thread, from the start of forward, hidden
 // behind the forward pass.
 //
 // Throws MismatchError naming the first field that differs and every rank's value. False, on all

@@ -1,12 +1,14 @@
 """What ranks ask the store for when they meet; ranks are threads."""
 
+import os
+import threading
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from bagua import _C, BaguaError, BaguaTimeoutError
-from bagua._core.group.connections import Connections
+from bagua._core.group.connections import Connections, by_doubling
 from support.counting_store import CountingStore
 from support.threads.thread_ranks import run_threads
 
@@ -49,6 +51,41 @@ def test_connections_of_gloo_ask_for_no_key_of_each_rank():
     for size in (2, 8):
         for store in meet(size, act):
             assert store.requests.total() <= 2 * (5 + 3), store.requests
+
+
+def test_small_messages_reach_many_ranks_over_few_connections():
+    def act(connections):
+        rank, size = connections.rank, connections.size
+        few = connections.connect("few", "cpu", peers=by_doubling)
+        connected.wait()
+        if rank == 0:
+            opened.append(len(os.listdir("/proc/self/fd")))
+        connected.wait()
+        total = torch.full((100,), float(rank))
+        few.all_reduce(total, _C.ReduceOp.SUM)
+        assert total.tolist() == [size * (size - 1) / 2] * 100
+        for root in (0, 3, size - 1):
+            value = torch.full((50,), float(rank))
+            few.broadcast(value, root)
+            assert value.tolist() == [float(root)] * 50
+        for numel in (1, 7):
+            records = torch.zeros(size * numel, dtype=torch.int64)
+            few.all_gather(torch.arange(numel) + 1000 * rank, records)
+            every = [1000 * other + one for other in range(size) for one in range(numel)]
+            assert records.tolist() == every
+        connected.wait()
+        if rank == 0:
+            opened.append(len(os.listdir("/proc/self/fd")))
+        connected.wait()
+
+    of_a_transport = 4  # it listens, and polls
+    for size in (9, 12, 16):
+        connected, opened = threading.Barrier(size, timeout=60), [len(os.listdir("/proc/self/fd"))]
+        meet(size, act)
+        before, after_connecting, after_messages = opened
+        pairs = sum(len(by_doubling(rank, size)) for rank in range(size))
+        assert after_connecting == after_messages
+        assert after_connecting - before <= pairs + size * of_a_transport
 
 
 def test_missing_ranks_are_named_and_may_come_to_the_next_try():

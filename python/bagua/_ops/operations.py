@@ -18,7 +18,7 @@ import torch
 from bagua import _C
 from bagua._core.compression import low_rank_matrices, number_sent, sparse_mean
 from bagua._core.group import environment
-from bagua._core.group.connections import Connections, by_node
+from bagua._core.group.connections import Connections, Peers, by_node, everyone, on_ring
 from bagua._core.group.process_group import BaguaProcessGroup, Hierarchy
 from bagua._core.state.ledger import Page
 
@@ -41,6 +41,7 @@ class Lane:
     device: torch.device
     group: BaguaProcessGroup  # for operations that name none
     sums_of_torch: bool = False  # see Connections.connect
+    peers: Peers = everyone  # of all its operations, see Connections.connect
     scratch: _C.Scratch = field(default_factory=_C.Scratch)
     #: By (connections, whether for shares, purpose): "all", "node", "leaders", and for shares
     #: "leaders" with a number.
@@ -59,7 +60,10 @@ class Lane:
         key = (connections, False, "all")
         if key not in self.communicators:
             self.communicators[key] = connections.connect(
-                f"{self.name}/all", self.device, sums_of_torch=self.sums_of_torch
+                f"{self.name}/all",
+                self.device,
+                sums_of_torch=self.sums_of_torch,
+                peers=self.peers,
             )
         return self.communicators[key]
 
@@ -67,7 +71,7 @@ class Lane:
         """This rank's node and, on its leader, the leaders of the nodes if there are several."""
         connections = self.connections(group)
         if (connections, False, "node") not in self.communicators:
-            node, leaders = connections.connect_nodes(self.name, self.device)
+            node, leaders = connections.connect_nodes(self.name, self.device, self.peers)
             self.communicators[connections, False, "node"] = node
             if leaders is not None:
                 self.communicators[connections, False, "leaders"] = leaders
@@ -78,7 +82,7 @@ class Lane:
         """This rank's node and, for each share, the ranks that have it; None where this has not."""
         connections = self.connections(group)
         if connections not in self._shares:
-            node, between = connections.connect_shares(self.name, self.device)
+            node, between = connections.connect_shares(self.name, self.device, self.peers)
             self._shares[connections] = node, between
             self.communicators[connections, True, "node"] = node
             for number, members in enumerate(between):
@@ -100,6 +104,7 @@ class Operation:
         approximates: what a guard can compare, the mean of what the ranks put in, or weights of
             their own; None: nothing, it is exact or of another kind.
         averages: whether the result is a mean, not a sum.
+        peers: with whom a rank exchanges messages.
         one_order: whether all ranks must run the module's buckets one after the other.
         of_divided: the operation of equal result for gradients that were divided by the number of
             ranks on their way into the bucket; None: there is none.
@@ -112,6 +117,7 @@ class Operation:
     page: Page | None = None
     approximates: Literal["mean", "weights"] | None = None
     averages: bool = True
+    peers: Peers = everyone
     one_order: bool = False
     of_divided: Operation | None = None
 
@@ -216,6 +222,7 @@ def all_reduce(
         arguments={"hierarchical": hierarchical, "average": average},
         make=make,
         group=group,
+        peers=on_ring,
         of_divided=all_reduce(bucket, average=False, group=group) if divisible else None,
     )
 
@@ -365,6 +372,7 @@ def low_rank(
         arguments={"hierarchical": hierarchical, "matrices": matrices, **drawn},
         make=make,
         group=group,
+        peers=on_ring,
         page=page,
         approximates="mean",
     )
@@ -463,9 +471,18 @@ def average_weights(
         make=make,
         group=group,
         approximates="weights",
+        peers=on_ring if peer_selection_mode == "all" else in_other_half,
         peer_weight=peer_weight,
         communications=communications,
     )
+
+
+def in_other_half(rank: int, size: int) -> set[int]:
+    """Peers of ``shift_one_peer`` in C++, one after the other."""
+    half = size // 2
+    if size % 2:
+        return everyone(rank, size)
+    return set(range(half, size) if rank < half else range(half))
 
 
 def mixing_weights(sizes: list[int], member: int) -> tuple[float, float]:
@@ -501,7 +518,7 @@ def compressed_gossip(
                 f"{tuple(replica.shape)}, it must be torch.float32 {tuple(flat.shape)}"
             )
 
-    def on_ring(lane: Lane, members: Members, sizes: list[int]) -> _C.BucketOp:
+    def mixed(lane: Lane, members: Members, sizes: list[int]) -> _C.BucketOp:
         left, right = mixing_weights(sizes, members.rank)
         return _C.CompressedGossip(
             members,
@@ -516,7 +533,7 @@ def compressed_gossip(
         )
 
     def make(lane: Lane, _: BaguaBucket) -> _C.BucketOp:
-        return among_weighted(lane, group, hierarchical, partial(on_ring, lane))
+        return among_weighted(lane, group, hierarchical, partial(mixed, lane))
 
     return Operation(
         name="CompressedGossip",
@@ -524,6 +541,7 @@ def compressed_gossip(
         make=make,
         group=group,
         approximates="weights",
+        peers=on_ring,
     )
 
 

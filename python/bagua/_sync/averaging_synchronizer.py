@@ -12,6 +12,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from bagua import _C
+from bagua._core.group.connections import on_ring
 from bagua._core.group.process_group import BaguaProcessGroup, close_at_exit
 from bagua._core.group.warn import warn
 from bagua._core.state.bagua_tensor import record_of
@@ -97,7 +98,7 @@ class AveragingSynchronizer(Synchronizer):
         device = self._buckets[0].backend_tensor.device
         with connections.collective_phase(f"connecting module '{self._name}'"):
             connections.agree("their buckets", describe(self._buckets))
-            communicator = connections.connect(f"{wrap}/average", device)
+            communicator = connections.connect(f"{wrap}/average", device, peers=on_ring)
         self.communicators = [("average", communicator)]
         self.lane = _C.PeriodicLane(
             communicator,

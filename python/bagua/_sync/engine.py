@@ -17,7 +17,7 @@ import torch
 
 from bagua import _C
 from bagua._core.group import environment as env
-from bagua._core.group.connections import Connections, fingerprint
+from bagua._core.group.connections import Connections, Peers, fingerprint, of_agreements
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.group.warn import warn_here
 from bagua._core.state.bagua_tensor import record_of
@@ -90,6 +90,27 @@ def _number_of_lanes(
     return 1 if one_order else min(lanes, max(1, len(buckets)))
 
 
+def _peers(buckets: Sequence[BaguaBucket]) -> Peers:
+    """With whom a rank exchanges messages of ``buckets``, and of agreements about them."""
+    asked = {op.peers for bucket in buckets for op in bucket.ops}
+    return lambda rank, size: of_agreements(rank, size).union(
+        *(peers(rank, size) for peers in asked)
+    )
+
+
+def _control(lanes: Sequence[Lane], wrap: str) -> _C.CountingCommunicator:
+    """For agreements. Of many ranks: connections of a single lane, whose thread uses them in turn.
+
+    New ones where there are several lanes, or those of the lane are between nodes or of CUDA.
+    """
+    connections, on_cpu = lanes[0].connections(None), lanes[0].device.type == "cpu"
+    if len(lanes) == 1 and on_cpu and connections.size > _C.MOST_RANKS_TOLD_DIRECTLY:
+        for (among, *_), members in lanes[0].communicators.items():
+            if among is connections and members.size == connections.size:
+                return members.counted_apart()
+    return connections.connect(f"{wrap}/control", "cpu", peers=of_agreements)
+
+
 def build(
     buckets: Sequence[BaguaBucket],
     group: BaguaProcessGroup,
@@ -125,7 +146,8 @@ def _build(
             "time (BAGUA_LANES); congestion control of TCP: %s",
             *(name, connections.round_trip_us / 1000, count, env.get_congestion_control()),
         )
-    builders = [Lane(f"{wrap}/lane{i}", device, group) for i in range(count)]
+    peers = _peers(buckets)
+    builders = [Lane(f"{wrap}/lane{i}", device, group, peers=peers) for i in range(count)]
     native: list[list[_C.Bucket]] = [[] for _ in range(count)]
     order: list[list[str]] = [[] for _ in range(count)]
     for i, bucket in enumerate(buckets):
@@ -144,7 +166,7 @@ def _build(
         fingerprint=fingerprint(description),
         incarnation=connections.incarnation(),
         timeout_s=connections.timeout.total_seconds(),
-        control=connections.connect(f"{wrap}/control", "cpu"),
+        control=_control(builders, wrap),
         board=connections.board(wrap, f"module '{name}'"),
         straggler_after_s=env.get_straggler_seconds(),
         on_straggler=warn_here,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bagua import _C
-from bagua._core.group.connections import Connections, MainThreadTraffic
+from bagua._core.group.connections import Connections, MainThreadTraffic, of_agreements
 from bagua._core.group.process_group import close_at_exit
 from bagua._core.state.ledger import Ledger
 from bagua._core.state.statistics import lane_statistics
@@ -28,7 +28,7 @@ class LaneHandle:
             name=name,
             incarnation=self._connections.incarnation(),
             ops=list(lane.communicators.values()),
-            control=self._connections.connect(f"{wrap}/control", "cpu"),
+            control=self._connections.connect(f"{wrap}/control", "cpu", peers=of_agreements),
             board=self._connections.board(wrap, f"module '{name}'"),
         )
         close_at_exit(self)

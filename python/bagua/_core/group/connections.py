@@ -9,11 +9,12 @@ import importlib.util
 import itertools
 import json
 import logging
+import os
 import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set as AbstractSet
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -38,6 +39,9 @@ _NCCL = "libnccl.so.2"
 
 #: Time there and back from which on members are far from each other, in microseconds.
 _FAR_US = 5000
+
+#: Of a rank among so many: the ranks with which it exchanges messages, as they do with it.
+Peers = Callable[[int, int], AbstractSet[int]]
 
 #: Seconds between two questions whether a call that connects is to be given up.
 _BETWEEN_QUESTIONS_S = 0.1
@@ -81,6 +85,28 @@ def by_node(numbers: Sequence[int]) -> list[list[int]]:
     ``numbers[m]``: number of the node of member m.
     """
     return by_value(numbers)
+
+
+def everyone(rank: int, size: int) -> set[int]:
+    """Peers of messages from each rank to each."""
+    return set(range(size)) - {rank}
+
+
+def on_ring(rank: int, size: int) -> set[int]:
+    """Peers of sums, as gloo makes them, and of messages to both neighbours."""
+    return {(rank - 1) % size, (rank + 1) % size} - {rank}
+
+
+def by_doubling(rank: int, size: int) -> set[int]:
+    """Peers of sums, of broadcasts from any rank, and of small messages that reach all ranks."""
+    strides = [1 << bit for bit in range((size - 1).bit_length())]
+    return {(rank + way * stride) % size for stride in strides for way in (-1, 1)} - {rank}
+
+
+def of_agreements(rank: int, size: int) -> set[int]:
+    """Peers of ranks that compare small records: Note [Records of many ranks]."""
+    direct = size <= _C.MOST_RANKS_TOLD_DIRECTLY
+    return everyone(rank, size) if direct else by_doubling(rank, size)
 
 
 def cuda_transport() -> str:
@@ -362,7 +388,7 @@ class Connections:
         if label not in self._main:
             if label == "cpu":
                 self._main_sockets = _C.OpenedSockets()
-            self._main[label] = self.connect(f"main/{label}", device)
+            self._main[label] = self.connect(f"main/{label}", device, peers=by_doubling)
         return self._main[label]
 
     def label(self, device: torch.device | str) -> str:
@@ -397,11 +423,14 @@ class Connections:
         *,
         sums_of_torch: bool = False,
         nodes_known: bool = False,
+        peers: Peers = everyone,
     ) -> _C.CountingCommunicator:
         """A new communicator over ``members`` (ranks in this group; default: all).
 
-        ``nodes_known``: to all members. ``sums_of_torch``: reductions of CPU tensors have the bits
-        of torch's, which gloo makes, unless BAGUA_COMM names shared memory.
+        ``nodes_known``: to all members. ``peers``: with whom it will exchange messages, by ranks
+        among ``members``: gloo connects no others where they are many. ``sums_of_torch``:
+        reductions of CPU tensors have the bits of torch's, which gloo makes, unless BAGUA_COMM
+        names shared memory.
         """
         device = torch.device(device)
         if self.rank < 0:
@@ -410,6 +439,8 @@ class Connections:
         if len(members) == 1:
             alone = _C.ThreadHub(1, self.timeout.total_seconds())
             return _C.CountingCommunicator(_C.ThreadCommunicator(alone, 0))
+        if self.are_far:  # short paths lead to every rank
+            peers = everyone
         start = time.monotonic()
         sockets = _C.OpenedSockets()
         connected: _C.Communicator
@@ -417,10 +448,10 @@ class Connections:
         if through == "nccl":
             connected = self._nccl(name, device, members)
         elif through == "gloo":
-            gloo = _C.C10dCommunicator(self.backend(name, "cpu", members))
+            gloo = _C.C10dCommunicator(self.backend(name, "cpu", members, peers))
             connected = _C.HostCommunicator(gloo)
         elif device.type == "cpu":
-            connected = self._on_cpu(name, members, sums_of_torch, nodes_known)
+            connected = self._on_cpu(name, members, sums_of_torch, nodes_known, peers)
         else:
             self._gather(f"{name}/here", members, "")
             connected = _C.C10dCommunicator(self.backend(name, device.type, members))
@@ -438,28 +469,31 @@ class Connections:
         return _C.CountingCommunicator(connected)
 
     def connect_nodes(
-        self, name: str, device: torch.device | str
+        self, name: str, device: torch.device | str, peers: Peers
     ) -> tuple[_C.CountingCommunicator, _C.CountingCommunicator | None]:
-        """This member's node and, on its leader, the leaders of several nodes. All call it."""
+        """This member's node and, on its leader, the leaders of several nodes. All call it.
+
+        ``peers``: of a leader, see ``connect``.
+        """
         leaders = self.leaders()
         several = {"leaders": leaders} if len(leaders) > 1 else {}
-        node, between = self._connect_own_node(name, device, several)
+        node, between = self._connect_own_node(name, device, several, peers)
         return node, between[0] if between else None
 
     def connect_shares(
-        self, name: str, device: torch.device | str
+        self, name: str, device: torch.device | str, peers: Peers
     ) -> tuple[_C.CountingCommunicator, list[_C.CountingCommunicator | None]]:
         """New communicators over this member's node and, for each share of a bucket, over the
         members that have it: in a node of n members share s is of member s mod n. There is one
         share for each member of the largest node, and none where there is one node. None for shares
-        that this member has not. Called by all members."""
+        that this member has not. ``peers``: of the members of a share. Called by all members."""
         members = by_node(self.node_of_ranks())
         most = max(map(len, members)) if len(members) > 1 else 0
         shares = {str(s): [node[s % len(node)] for node in members] for s in range(most)}
-        return self._connect_own_node(f"{name}/shares", device, shares)
+        return self._connect_own_node(f"{name}/shares", device, shares, peers)
 
     def _connect_own_node(
-        self, name: str, device: torch.device | str, between: dict[str, list[int]]
+        self, name: str, device: torch.device | str, between: dict[str, list[int]], peers: Peers
     ) -> tuple[_C.CountingCommunicator, list[_C.CountingCommunicator | None]]:
         """This member's node, and those groups of ``between`` that it is in. All call it."""
         mine = self.own_node()
@@ -473,7 +507,7 @@ class Connections:
             return node, others
         # In one order, or members of several groups would wait for each other.
         return self.connect(f"{name}/node{mine[0]}", device, mine), [
-            self.connect(f"{name}/{group}", device, ranks, nodes_known=True)
+            self.connect(f"{name}/{group}", device, ranks, nodes_known=True, peers=peers)
             if self.rank in ranks
             else None
             for group, ranks in between.items()
@@ -502,7 +536,12 @@ class Connections:
             ) from error
 
     def _on_cpu(
-        self, name: str, members: list[int], sums_of_torch: bool, nodes_known: bool
+        self,
+        name: str,
+        members: list[int],
+        sums_of_torch: bool,
+        nodes_known: bool,
+        peers: Peers,
     ) -> _C.Communicator:
         """Memory that the members share where all of them want it and can, or gloo."""
         comm = env.get_comm()
@@ -529,7 +568,7 @@ class Connections:
         if not told and self.rank == members[0]:
             self._told_why_unshared = True
             _log.info("ranks %s use gloo instead of shared memory: %s", members, reason)
-        return _C.C10dCommunicator(self.backend(name, "cpu", members))
+        return _C.C10dCommunicator(self.backend(name, "cpu", members, peers))
 
     def _why_apart(self, members: list[int]) -> str:
         """Why ``members`` share no memory: they are on several nodes; empty: they are on one."""
@@ -551,15 +590,20 @@ class Connections:
     def _store_of(self, name: str, members: list[int]) -> c10d.Store:
         return c10d.PrefixStore(_key_of(name, members), self.store)
 
-    def backend(self, name: str, device_type: str, members: list[int]) -> Any:
+    def backend(
+        self, name: str, device_type: str, members: list[int], peers: Peers = everyone
+    ) -> Any:
         """A new c10d backend over ``members`` (ranks in this group, this process among them)."""
         store = self._store_of(name, members)
         rank, size = members.index(self.rank), len(members)
+        others = sorted(peers(rank, size))
         try:
             if device_type == "cpu":
                 with self._met(f"{name}/gloo", members) as meeting:
                     try:
-                        return _gloo(meeting.store(), rank, size, self.timeout, self.connecting())
+                        return _gloo(
+                            meeting.store(), rank, size, others, self.timeout, self.connecting()
+                        )
                     finally:
                         meeting.give_up("this rank connects no more")
             if device_type == "cuda":
@@ -655,7 +699,7 @@ class Connections:
     def _know_round_trip(self, microseconds: int) -> None:
         """All members know it from here on."""
         were_far, self.round_trip_us = self.are_far, microseconds
-        if self.are_far and not were_far:
+        if self.are_far and not were_far and self.size <= _C.MOST_RANKS_TOLD_DIRECTLY:
             for communicator in self._main.values():
                 communicator.shorten_paths()
 
@@ -711,11 +755,34 @@ def _key_of(name: str, members: list[int]) -> str:
 
 
 def _gloo(
-    store: c10d.Store, rank: int, size: int, timeout: timedelta, hopeless: Callable[[], str]
+    store: c10d.Store,
+    rank: int,
+    size: int,
+    others: list[int],
+    timeout: timedelta,
+    hopeless: Callable[[], str],
 ) -> Any:
-    """A backend whose sockets no child of this process has."""
-    sockets, options = _C.OpenedSockets(), _gloo_options(timeout)
-    made = call_until(hopeless, lambda: dist.ProcessGroupGloo(store, rank, size, options))
+    """A backend that is connected to ``others``, and whose sockets no child of this process has.
+
+    gloo would connect a pair at its first message. Then the kernel would not be asked to probe it,
+    a rank that listens would wait in vain for one that has died, and a wrong interface would be
+    found in the middle of training. So those that will have messages have one here.
+    """
+    few = len(others) < size - 1 and size > _C.MOST_RANKS_TOLD_DIRECTLY
+
+    def connect() -> Any:
+        if not few or (device := _device_of_few()) is None:
+            return dist.ProcessGroupGloo(store, rank, size, _gloo_options(timeout))
+        made: Any = dist.ProcessGroupGloo(store, rank, size, _options_on([device], timeout))
+        greeting = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        received = [torch.zeros_like(greeting) for _ in others]
+        _C.C10dCommunicator(made).exchange(
+            [(greeting, other) for other in others], list(zip(received, others, strict=True))
+        )
+        return made
+
+    sockets = _C.OpenedSockets()
+    made = call_until(hopeless, connect)
     sockets.keep_from_children()
     return made
 
@@ -723,18 +790,34 @@ def _gloo(
 def _gloo_options(timeout: timedelta) -> Any:
     """Options of a backend on the device of torch's group, or only ``timeout`` where it has none.
 
-    The thread of a device wakes a hundred times a second, whatever it serves. A communicator makes
-    one call at a time, for which one more thread will do.
+    The thread of a device wakes a hundred times a second, whatever it serves.
     """
-    gloo: Any = dist.ProcessGroupGloo
     with suppress(RuntimeError, ValueError):  # torch has no group, or none for CPU tensors
+        gloo: Any = dist.ProcessGroupGloo
         of_torch: Any = c10d._get_default_group()._get_backend(torch.device("cpu"))
         if isinstance(of_torch, gloo):
-            options = gloo._Options()
-            options._timeout, options._threads = timeout, 1
-            options._devices = of_torch.options._devices
-            return options
+            return _options_on(of_torch.options._devices, timeout)
     return timeout
+
+
+def _options_on(devices: list[Any], timeout: timedelta) -> Any:
+    """A communicator makes one call at a time, for which one more thread will do."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout, options._threads, options._devices = timeout, 1, devices
+    return options
+
+
+def _device_of_few() -> Any:
+    """A device of gloo for one backend, whose pairs connect as they are used; None where the user
+    names several interfaces."""
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if len(names) > 1:
+        return None
+    gloo: Any = dist.ProcessGroupGloo
+    if names:
+        return gloo.create_device(interface=names[0], lazy_init=True)
+    return gloo.create_default_device(lazy_init=True)
 
 
 def gpu_identity(device: torch.device) -> str:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from bagua import _C
 from bagua._core.group import environment as env
-from bagua._core.group.connections import Connections, mismatch
+from bagua._core.group.connections import Connections, Peers, everyone, mismatch
 from bagua._core.group.rendezvous import rendezvous
 from torch.distributed import distributed_c10d as c10d
 
@@ -138,6 +138,7 @@ class HorovodTransport(Connections):
         *,
         sums_of_torch: bool = False,
         nodes_known: bool = False,
+        peers: Peers = everyone,
     ) -> _C.CountingCommunicator:
         made = HorovodCommunicator(self._horovod, f"bagua/{self._number}/{name}")
         return cast("_C.CountingCommunicator", made)  # it has the methods that are called here
