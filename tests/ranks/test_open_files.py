@@ -3,6 +3,8 @@
 import functools
 import gc
 import os
+import re
+import resource
 import signal
 from datetime import timedelta
 
@@ -47,6 +49,28 @@ def test_a_rank_opens_the_connections_that_its_messages_need(ranks, n):
         for name, (wrap, steps) in found.items():
             assert steps <= 0, (name, found)
             assert 0 < wrap <= 2 * (n - 1), (name, found)  # of a lane, and of agreements
+
+
+def wrap_with_few_files():
+    """The error of a wrap where a rank may open no more files than it has."""
+    bagua.init_process_group(timeout=timedelta(seconds=60))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files() + 1, before[1]))
+    try:
+        model = training.network()
+        return training.error_of(lambda: wrapped("bytegrad", model))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        bagua.destroy_process_group()
+
+
+def test_a_wrap_says_how_many_open_files_it_takes(ranks):
+    for error in ranks(2, wrap_with_few_files, env=GLOO, fresh=True):
+        told = re.findall(r"take (\d+) open files .* it has (\d+), and it may have (\d+)", error)
+        needed, taken, limit = map(int, told[0])
+        assert taken <= limit < needed < taken + 16, error
+        assert "Call `ulimit -n 1024` before torchrun" in error
+        assert "with_bagua, rank " in error
 
 
 #: Of more ranks than tell each other everything directly: see Note [Records of many ranks].

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import queue
+import resource
 import secrets
 import threading
 import time
@@ -42,6 +43,11 @@ _FAR_US = 5000
 
 #: Of a rank among so many: the ranks with which it exchanges messages, as they do with it.
 Peers = Callable[[int, int], AbstractSet[int]]
+
+#: Open files that a transport takes beside its connections.
+_FILES_BESIDE = 8
+#: The least limit of open files that is proposed.
+_ENOUGH_FILES = 1024
 
 #: Seconds between two questions whether a call that connects is to be given up.
 _BETWEEN_QUESTIONS_S = 0.1
@@ -597,6 +603,8 @@ class Connections:
         store = self._store_of(name, members)
         rank, size = members.index(self.rank), len(members)
         others = sorted(peers(rank, size))
+        if device_type == "cpu":
+            check_open_files(len(others))
         try:
             if device_type == "cpu":
                 with self._met(f"{name}/gloo", members) as meeting:
@@ -752,6 +760,26 @@ def _key_of(name: str, members: list[int]) -> str:
     """A short key for what ``members`` call ``name``."""
     digest = hashlib.blake2b(repr(members).encode(), digest_size=6).hexdigest()
     return f"{name}/{digest}"
+
+
+def check_open_files(connections: int) -> None:
+    """Raise BaguaError where this process may not open so many connections.
+
+    gloo ends the process when it cannot accept one.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        taken = len(os.listdir("/proc/self/fd"))
+    except OSError:  # of the last file
+        taken = limit
+    needed = taken + connections + _FILES_BESIDE
+    if needed > limit:
+        enough = max(_ENOUGH_FILES, 1 << (needed + 4 * connections).bit_length())
+        raise _C.BaguaError(
+            f"{connections} more connection(s) to other ranks take {needed} open files in this "
+            f"process, of which it has {taken}, and it may have {limit}. Call `ulimit -n {enough}` "
+            "before torchrun on every machine, or set LimitNOFILE= of its service"
+        )
 
 
 def _gloo(

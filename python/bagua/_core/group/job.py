@@ -20,7 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bagua import _C
 from bagua._core.group import environment as env
-from bagua._core.group.connections import Connections, call_until, fingerprint
+from bagua._core.group.connections import (
+    Connections,
+    call_until,
+    check_open_files,
+    fingerprint,
+)
 from bagua._core.group.interfaces import (
     choose_interface,
     forget_interface,
@@ -178,8 +183,10 @@ def _make_torch_group(
     timeout: timedelta | None,
 ) -> None:
     with connections.collective_phase("init_process_group"):
-        sockets = _C.OpenedSockets()
         connects = "gloo" in backend
+        if connects:
+            check_open_files(world_size - 1)
+        sockets = _C.OpenedSockets()
         if connects:
             tell_place(store, rank)
         try:
