@@ -1,6 +1,7 @@
 """Starting wrongly: twice, with half an environment, with a foreign torch."""
 
 import os
+from datetime import timedelta
 from unittest import mock
 
 import bagua
@@ -84,6 +85,15 @@ STARTS = [
         lambda: {"store": "gloo"},
         "TypeError: init_process_group(store='gloo')",
         "init_process_group(backend=...)",
+    ),
+    *(
+        (
+            (),
+            lambda timeout=timeout: {"timeout": timeout},
+            "ValueError: init_process_group(timeout=datetime.timedelta(",
+            "take timedelta(days=30)",
+        )
+        for timeout in (timedelta.max, timedelta(0), timedelta(seconds=-1))
     ),
 ]
 

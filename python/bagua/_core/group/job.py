@@ -65,6 +65,7 @@ _torch_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, BaguaProcessGroup] =
 #: The default group that ensure_initialised() has made, and the torch group that it was made over.
 _implicit: tuple[weakref.ref[BaguaProcessGroup], weakref.ref[dist.ProcessGroup]] | None = None
 _torch_group_counters: collections.Counter[str] = collections.Counter()
+_LONGEST_TIMEOUT = timedelta(days=36_500)
 
 
 def _begin(incarnation: str) -> None:
@@ -78,6 +79,15 @@ def _begin(incarnation: str) -> None:
 def _default_backend() -> str:
     cuda = torch.cuda.is_available() and dist.is_nccl_available()
     return "cpu:gloo,cuda:nccl" if cuda else "gloo"
+
+
+def _check_timeout(call: str, timeout: timedelta | None) -> None:
+    if timeout is None or timedelta(0) < timeout <= _LONGEST_TIMEOUT:
+        return
+    raise ValueError(
+        f"{call}(timeout={timeout!r}): it must be positive, and at most 100 years: clocks count "
+        "nanoseconds in 63 bits. For ranks that may be very late take timedelta(days=30)"
+    )
 
 
 def init_process_group(
@@ -116,8 +126,9 @@ def init_process_group(
         BaguaTimeoutError: ranks do not come; rank 0 names them.
         BaguaError: a rank or the job's store was lost in the process.
         TypeError: ``store`` is none; a backend is given by its name.
-        ValueError: a rank or size is missing or out of range, or a launcher has started several
-            processes and does not tell where they meet.
+        ValueError: a rank or size is missing or out of range, ``timeout`` is not positive or is
+            over 100 years, or a launcher has started several processes and does not tell where
+            they meet.
 
     Example::
 
@@ -138,6 +149,7 @@ def init_process_group(
             "without a backend that would need all ranks: drop backend=, and torch's own "
             "init_process_group()"
         )
+    _check_timeout("init_process_group", timeout)
     if text := env.asked_for_autotuning():
         warn(text)
     comes_back, connections = False, None
@@ -345,8 +357,8 @@ def connect_islands(
 
     Raises:
         RuntimeError: before ``init_process_group()``.
-        ValueError: ``island`` is negative, ``store`` no address, or an island has another
-            number of ranks than those before it.
+        ValueError: ``island`` is negative, ``store`` no address, ``timeout`` not positive or over
+            100 years, or an island has another number of ranks than those before it.
         BaguaError: the store cannot be reached, or islands do not come.
 
     Example::
@@ -360,6 +372,7 @@ def connect_islands(
     inside = get_default_group()
     if island < 0 or islands < 1:
         raise ValueError(f"connect_islands: island={island} of islands={islands} is none")
+    _check_timeout("connect_islands", timeout)
     timeout = timeout or inside.timeout
     keys = c10d.PrefixStore(
         f"bagua/{_ISLANDS}", connect_store(store, timeout) if isinstance(store, str) else store
