@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from bagua.torch_api import env
 from bagua.torch_api.bucket import split_by_bucket_size
 
 KIB = 1024
@@ -49,3 +50,13 @@ def test_every_tensor_is_in_one_bucket_in_order():
     buckets = split(sizes, bucket_kib=4096)
     assert [i for bucket in buckets for i in bucket] == list(range(200))
     assert all(sum(sizes[i] for i in bucket[:-1]) < 4096 for bucket in buckets)
+
+
+def test_the_default_size_of_a_bucket_grows_with_many_ranks_and_a_chosen_one_does_not(monkeypatch):
+    monkeypatch.delenv("BAGUA_DEFAULT_BUCKET_SIZE", raising=False)
+    monkeypatch.setenv("RANK", "0")
+    for ranks, mib in ((1, 10), (8, 10), (40, 10), (64, 16), (256, 64)):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        assert env.get_default_bucket_size() == mib * 2**20
+    monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "1000")
+    assert env.get_default_bucket_size() == 1000
