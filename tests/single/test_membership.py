@@ -239,7 +239,7 @@ def requests_of(stores, calls):
         store.requests.clear()
     begin = time.monotonic()
     at_once(*calls)
-    looks = 1 + int((time.monotonic() - begin) / membership._PAUSE)
+    looks = 5 + int((time.monotonic() - begin) / membership._PAUSES[1])
     return max(store.requests.total() - store.requests["set"] for store in stores), looks
 
 

@@ -25,7 +25,7 @@ None grows with rounds, generations or processes that have come back:
 - ``members``: the newest decision, which takes the place of the one before.
 - ``asking``: lines of those that wait to join, one a rank. Who decides takes answered ones away.
 - ``generation<g>/here``: lines of the members that have come to the change to generation g;
-  ``.../links``: whom each of them does not reach; ``.../decided`` wakes those that wait for it.
+  ``.../links``: whom each of them does not reach.
 - ``generation<g>/round<n>/here``, ``.../late``: of a round of generation g with a grace. Who
   decides round n deletes round n - 2, whose decision all have read that were in n - 1.
 - ``life/<name>``: heartbeats of a process. Who decides deletes those of processes that neither
@@ -51,7 +51,6 @@ from bagua import _C
 from bagua._core.group.rendezvous import (
     append,
     forget,
-    has_come,
     is_name,
     keys_in,
     name_in,
@@ -63,7 +62,7 @@ from bagua._core.group.rendezvous import (
 if TYPE_CHECKING:
     from bagua._core.group.links import Place
 
-_PAUSE = 0.5  # seconds between two looks at the store, and at a heartbeat
+_PAUSES = 0.02, 0.5  # seconds between two looks at the store: the first, the longest
 _SOMEONE_JOINS = -1  # among the late ones of a round
 _KEY = "bagua/elastic"  # the incarnation that began last
 _MEMBERS, _ASKING = "members", "asking"
@@ -179,6 +178,17 @@ class Pulse:
         return [read(self._store, key) for key in keys]
 
 
+class _Pause:
+    """Sleeps between looks at the store: torch prints two lines for each wait that times out."""
+
+    def __init__(self) -> None:
+        self._seconds = _PAUSES[0]
+
+    def take(self) -> None:
+        time.sleep(self._seconds)
+        self._seconds = min(2 * self._seconds, _PAUSES[1])
+
+
 @contextmanager
 def store_needed() -> Iterator[None]:
     """Failures of the store inside become a :class:`BaguaError`."""
@@ -277,7 +287,8 @@ class Membership:
     def _open(self, key: str, least: int, grace: float) -> list[int]:
         """Who is late for a round, which is decided, perhaps by this process."""
         append(self._store, f"{key}/here", f"{json.dumps([self._rank])}\n")
-        pulse, began, complete = Pulse(self._store), time.monotonic(), 0.0
+        pulse, pause = Pulse(self._store), _Pause()
+        began, complete = time.monotonic(), 0.0
         while (late := self._found_late(key)) is None:
             now = time.monotonic() - began
             here = self._here(key, lambda line: None)
@@ -294,15 +305,15 @@ class Membership:
                 self._store.compare_set(f"{key}/late", "", json.dumps([*missing, *joins]))
                 self._forget_round(self._gathered - 2)
             else:
-                has_come(self._store, [f"{key}/late"], _PAUSE)
+                pause.take()
         return late
 
     def _await_late(self, key: str) -> list[int]:
-        deadline = time.monotonic() + 3 * self._timeout.total_seconds()
+        deadline, pause = time.monotonic() + 3 * self._timeout.total_seconds(), _Pause()
         while (late := self._found_late(key)) is None:
             if time.monotonic() > deadline:
                 raise _C.BaguaTimeoutError(f"nobody has decided who is late for '{key}'")
-            has_come(self._store, [f"{key}/late"], _PAUSE)
+            pause.take()
         return late
 
     def _found_late(self, key: str) -> list[int] | None:
@@ -374,19 +385,19 @@ class Membership:
         )
 
     def _await_decision(self, number: int) -> Decision:
-        deadline = time.monotonic() + 3 * self._timeout.total_seconds()
+        deadline, pause = time.monotonic() + 3 * self._timeout.total_seconds(), _Pause()
         while (decision := newest(self._store)).generation < number:
             if time.monotonic() > deadline:
                 raise _C.BaguaTimeoutError(
                     f"the {self._called}s have not decided on their generation {number} within "
                     f"{3 * self._timeout.total_seconds():g} s: those that decide did not come"
                 )
-            has_come(self._store, [_decided_key(number)], _PAUSE)
+            pause.take()
         return decision
 
     def _decide(self, line: list[Any]) -> Decision:
         """The next generation, which is decided, perhaps by this process. ``line``: its own."""
-        pulse, number = Pulse(self._store), self.generation + 1
+        pulse, pause, number = Pulse(self._store), _Pause(), self.generation + 1
         deadline = time.monotonic() + 2 * self._timeout.total_seconds()
         came = False
         while (before := newest(self._store, self.generation)).generation < number:
@@ -404,7 +415,7 @@ class Membership:
             waits = waited_for or len(asking) > len(joining) + len(dead)
             apart = None if waits else self._apart(number, here, pulse)
             if apart is None and time.monotonic() <= deadline:
-                has_come(self._store, [_decided_key(number)], _PAUSE)
+                pause.take()
                 continue
             reports = _going_on(here, apart or [])
             members = {rank: self.lives[rank] for rank in reports}
@@ -452,7 +463,6 @@ class Membership:
         text = decision.text().encode()
         expected = before.text() if before.generation >= 0 else ""
         decided = bytes(self._store.compare_set(_MEMBERS, expected, text.decode())) == text
-        self._store.set(_decided_key(decision.generation), "")
         if decided:
             self._take_away(lambda request: request.life in answered)
             lives = {*decision.members.values(), *before.members.values(), *asking}
@@ -493,7 +503,7 @@ class Membership:
 
     def join(self, request: int) -> Change:
         """Wait for the generation that answers a ``request``, or raise: nobody is left."""
-        life, pulse = _life_name(request), Pulse(self._store)
+        life, pulse, pause = _life_name(request), Pulse(self._store), _Pause()
         with store_needed():
             while True:
                 asks = any(one.life == life for one in self._asking())
@@ -513,7 +523,7 @@ class Membership:
                         "the others while they decided, or another process asks in its place. "
                         "Start it again."
                     )
-                has_come(self._store, [_decided_key(decision.generation + 1)], _PAUSE)
+                pause.take()
 
 
 class _Request(NamedTuple):
@@ -539,10 +549,6 @@ def newest(store: c10d.Store, known: int = -1) -> Decision:
     if not text and known < 0:
         return Decision()
     return _word(text, _MEMBERS, lambda value: _decision(value, text, known))
-
-
-def _decided_key(generation: int) -> str:
-    return f"generation{generation}/decided"
 
 
 def forget_old(store: c10d.Store, generation: int, lives: Collection[str]) -> None:
@@ -669,11 +675,11 @@ def job_at_work(store: c10d.Store, group: str) -> str | None:
         return None
     incarnation = stored_name(store, _KEY)
     its_store = elastic_store(c10d.PrefixStore(f"bagua/{incarnation}/{group}", store))
-    lives, pulse = newest(its_store).members.values(), Pulse(its_store)
+    lives, pulse, pause = newest(its_store).members.values(), Pulse(its_store), _Pause()
     pulse.look(lives)
     while not all(pulse.silent(life) for life in lives):
         if any(pulse.beats(life) for life in lives):
             return incarnation
-        time.sleep(_PAUSE)
+        pause.take()
         pulse.look(lives)
     return None
