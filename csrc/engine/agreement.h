@@ -34,6 +34,13 @@ inline constexpr uint32_t kShowsWeights = 1;
 // round. The exchange runs on the first lane's thread, from the start of forward, hidden
 // behind the forward pass.
 //
+// Note [Round trips]
+// Messages that wait for each other, in a step of two ranks that compute nothing: one round trip
+// for the agreement, then those of the op: one for exact gradients, gossip and sparse gradients,
+// two for compressed all-reduces and PowerSGD. A round of DiLoCo has as many as its op, an elastic
+// one asks the store once more. With more ranks a sum of exact values, of which PowerSGD has two,
+// takes two where paths are shortened (Communicator::shorten_paths), and gloo's ring elsewhere.
+
 // Throws MismatchError naming the first field that differs and every rank's value. False, on all
 // ranks, if nothing else differs and the sampled weights do, at both moments.
 [[nodiscard]] bool agree(Communicator& communicator, const AgreementRecord& mine);

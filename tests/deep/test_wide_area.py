@@ -173,6 +173,31 @@ def test_far_ranks_that_lose_packets_have_the_bits_of_near_ones():
         assert sum(path["lost"] for path in link.counts().values()) > 0
 
 
+#: Note [Round trips] has them. DiLoCo's steps that end in a round.
+ROUND_TRIPS = {
+    "gradient_allreduce": 2,
+    "decentralized-shift-one": 2,
+    "sparse": 2,
+    "bytegrad-feedback": 3,
+    "power_sgd": 3,
+    "diloco": 3,
+}
+RTT_MS = 80
+
+
+def test_steps_wait_for_no_more_round_trips_than_they_promise():
+    with WideArea(2, rtt_ms=RTT_MS) as link:
+        ends = train(link, ROUND_TRIPS, steps=9)
+        bits(ends)
+    lines = [line.split() for line in ends[0].stdout.splitlines() if "seconds of" in line]
+    seconds = {way: [float(text) for text in texts] for _, _, way, *texts in lines}
+    seconds["diloco"] = seconds["diloco"][2::3]
+    trips = {way: min(steps[1:]) / RTT_MS * 1000 for way, steps in seconds.items()}
+    assert trips.keys() == ROUND_TRIPS.keys()
+    for way, most in ROUND_TRIPS.items():
+        assert most - 1 < trips[way] < most + 0.7, trips
+
+
 def test_cuts_that_are_shorter_than_the_timeout_cost_no_bit():
     ways = ["gradient_allreduce", "bytegrad-feedback", "diloco"]
     seconds = 60.0 if WHOLE_GRID else 2.0

@@ -1,10 +1,12 @@
 """Program of the ranks of `test_wide_area.py`: `far_ranks.py <seconds> <steps> <way>...`.
 
-Trains in each way, and prints its name in the second step and its bits at the end. A way is an
+Trains in each way, and prints its name in the second step, and the seconds of its steps and its
+bits at the end. A way is an
 algorithm of `every_algorithm`, whose group has a timeout of so many seconds, or one of `DOORS`.
 """
 
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,7 +30,9 @@ def network():
 
 
 def train(way, model, optimizer):
+    seconds = []
     for step in range(int(sys.argv[2])):
+        begun = time.monotonic()
         generator = torch.Generator().manual_seed(100 * step + bagua.get_rank())
         inputs = torch.randn(8, FEATURES, generator=generator)
         optimizer.zero_grad()
@@ -37,6 +41,8 @@ def train(way, model, optimizer):
             print("steps of", way, flush=True)
         loss.backward()
         optimizer.step()
+        seconds.append(time.monotonic() - begun)
+    print("seconds of", way, *seconds, flush=True)
     return training.bits(model.parameters())
 
 
