@@ -154,8 +154,8 @@ std::shared_ptr<const Snapshot> Board::State::look(const Answer& answer) {
                           for (const int other : present) keys.push_back(beat_key(other));
                           const std::vector<std::vector<uint8_t>> texts = store.multiGet(keys);
                           for (size_t i = 0; i < std::min(present.size(), texts.size()); ++i) {
-                            found->beats[present[i]] =
-                                parse_heartbeat({texts[i].begin(), texts[i].end()});
+                            const auto* text = reinterpret_cast<const char*>(texts[i].data());
+                            found->beats[present[i]] = parse_heartbeat({text, texts[i].size()});
                           }
                         });
   const std::lock_guard lock(mutex);

@@ -1,7 +1,7 @@
 #include "health/heartbeat.h"
 
 #include <algorithm>
-#include <sstream>
+#include <charconv>
 #include <string_view>
 #include <utility>
 
@@ -46,24 +46,45 @@ std::string text_of(const SeatPosition& position) {
   return concat(named, where.round, " ", state, " ", head, one_line(where.text, kMostTextBytes));
 }
 
-std::optional<SeatPosition> parse_position(const std::string& line, bool named) {
-  std::istringstream stream(line);
+void skip_spaces(std::string_view& text) {
+  text.remove_prefix(std::min(text.find_first_not_of(" \t\r\n\v\f"), text.size()));
+}
+
+// Takes what stands before `end` from the front of `text`, and `end`.
+std::string_view take_until(std::string_view& text, char end) {
+  const std::string_view taken = text.substr(0, text.find(end));
+  text.remove_prefix(std::min(taken.size() + 1, text.size()));
+  return taken;
+}
+
+template <typename Number>
+bool take_number(std::string_view& text, Number& number) {
+  skip_spaces(text);
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (error != std::errc{}) return false;
+  text.remove_prefix(end - text.data());
+  return true;
+}
+
+std::optional<SeatPosition> parse_position(std::string_view line, bool named) {
   SeatPosition position;
   int state = 0;
-  if (named && !(stream >> position.seat)) return std::nullopt;
-  if (!(stream >> position.where.round >> state) || position.where.round < 0) return std::nullopt;
+  if (named) {
+    skip_spaces(line);
+    position.seat = sanitize_untrusted(take_until(line, ' '));
+    if (position.seat.empty()) return std::nullopt;
+  }
+  if (!take_number(line, position.where.round) || !take_number(line, state)) return std::nullopt;
+  if (position.where.round < 0) return std::nullopt;
   position.where.waits = (state & kWaits) != 0;
   position.where.blocked = (state & kBlocked) != 0 ? 1 : 0;
   position.failed = (state & kFailed) != 0;
-  std::string text;
-  std::getline(stream >> std::ws, text);
-  const size_t end = text.find(kSeparator);
-  if (end != std::string::npos) {
-    position.head = sanitize_untrusted(std::string_view(text).substr(0, end));
-    text.erase(0, end + 1);
+  skip_spaces(line);
+  if (line.find(kSeparator) != line.npos) {
+    position.head = sanitize_untrusted(take_until(line, kSeparator));
+    skip_spaces(line);
   }
-  position.where.text = sanitize_untrusted(text);
-  position.seat = sanitize_untrusted(position.seat);
+  position.where.text = sanitize_untrusted(line);
   return position;
 }
 
@@ -115,7 +136,7 @@ std::string silent(const Heartbeat& beat, const Looker& me, const Position& here
   return position ? concat(lost, ", last in ", in_full(*position)) : lost;
 }
 
-// Of a call that is not counted for users.
+// The cause for a call that is not counted for users; empty: the rank is there.
 std::string in_another_call(const Heartbeat& beat, const SeatPosition& position, const Looker& me,
                             const Position& here) {
   if (position.where.round < here.number) return not_here(beat, me, here);
@@ -136,19 +157,17 @@ std::string what_is_wrong(const Seen& before, const Seen& after, const Looker& m
   if (!position) return not_here(*after, me, here);
   if (here.unit.empty()) return in_another_call(*after, *position, me, here);
   const int64_t round = position->where.round;
+  if (round == here.number) return "";
   const std::string place = concat(here.unit, " ", round, ": ", position->where.text);
   if (round < here.number) {
     const std::string apart = counted(rounds_apart(here.number, round), here.unit);
     return concat(" is ", apart, " behind, in ", place, waits_elsewhere(*after, me.seat));
   }
-  if (round > here.number) {
-    const std::string apart = counted(rounds_apart(round, here.number), here.unit);
-    return concat(" is ", apart, " ahead, in ", place);
-  }
-  return "";
+  const std::string apart = counted(rounds_apart(round, here.number), here.unit);
+  return concat(" is ", apart, " ahead, in ", place);
 }
 
-// Of a rank that is there, in the same round.
+// The place of a rank that has come to the same round.
 std::string is_present(const SeatPosition* position, const Position& here) {
   if (!here.everyone || !position || position->where.round != here.number) return "";
   if (here.unit.empty()) return " has reached the same call";
@@ -169,7 +188,8 @@ std::string what_keeps(const Seen& before, const Seen& after, const Looker& me,
                 waits_elsewhere(*after, me.seat));
 }
 
-// Whether the member, blocked at both looks at a seat, waits for the thread that is blocked here.
+// The seat at which the member is blocked at both looks, waiting for the thread that is blocked
+// here.
 const SeatPosition* waits_for_us(const Heartbeat& before, const Heartbeat& after, const Looker& me,
                                  const Heartbeat& own) {
   const SeatPosition* mine = own.at(me.seat);
@@ -216,22 +236,20 @@ std::string heartbeat_text(const Heartbeat& beat) {
   return more ? concat(text, "\n", kMore) : text;
 }
 
-std::optional<Heartbeat> parse_heartbeat(const std::string& written) {
+// Every rank reads those of all others when one is lost.
+std::optional<Heartbeat> parse_heartbeat(std::string_view written) {
   if (written.size() > kMostBeatBytes) return std::nullopt;
-  std::istringstream lines(written);
-  std::string line;
-  std::getline(lines, line);
-  std::istringstream first(line);
+  std::string_view first = take_until(written, '\n');
   Heartbeat beat;
-  if (!(first >> beat.number)) return std::nullopt;
-  std::string rest;
-  std::getline(first >> std::ws, rest);
-  if (!rest.empty()) {
-    auto only = parse_position(rest, /*named=*/false);
+  if (!take_number(first, beat.number)) return std::nullopt;
+  skip_spaces(first);
+  if (!first.empty()) {
+    auto only = parse_position(first, /*named=*/false);
     if (!only) return std::nullopt;
     beat.positions.push_back(std::move(*only));
   }
-  while (std::getline(lines, line)) {
+  while (!written.empty()) {
+    const std::string_view line = take_until(written, '\n');
     if (line == kMore) {
       beat.more = true;
     } else if (line == kExited) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace bagua {
@@ -43,7 +44,7 @@ struct Heartbeat {
 // form.
 inline constexpr size_t kMostBeatBytes = 2048;
 std::string heartbeat_text(const Heartbeat& beat);
-std::optional<Heartbeat> parse_heartbeat(const std::string& written);
+std::optional<Heartbeat> parse_heartbeat(std::string_view written);
 
 // All heartbeats at one moment.
 struct Snapshot {

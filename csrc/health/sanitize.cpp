@@ -31,6 +31,10 @@ size_t character_bytes(std::string_view bytes) {
 }  // namespace
 
 std::string sanitize_untrusted(std::string_view bytes) {
+  const auto plain = [](char byte) { return byte >= 0x20 && byte < 0x7f; };
+  if (bytes.size() <= kMostBytes && std::all_of(bytes.begin(), bytes.end(), plain)) {
+    return std::string(bytes);
+  }
   std::string text;
   while (!bytes.empty()) {
     const size_t length = character_bytes(bytes);
