@@ -10,6 +10,7 @@
 
 #include "base/check.h"
 #include "base/drop.h"
+#include "health/store_is_silent.h"
 
 namespace bagua {
 namespace {
@@ -49,6 +50,10 @@ bool find_present(const Answer& answer, const Ranks& ranks, Ranks& present) {
 
 std::string seconds(milliseconds time) {
   char text[32];
+int64_t steady_now() {
+  return std::chrono::steady_clock::now().time_since_epoch() / milliseconds(1);
+}
+
   std::snprintf(text, sizeof text, "%.1f s", std::chrono::duration<double>(time).count());
   return text;
 }
@@ -84,7 +89,9 @@ struct Board::State {
   std::mutex writing;  // one heartbeat after the other
   int64_t number = 0;
 
-  std::map<std::string, Wait> waits;  // of the thread that asks
+  std::map<std::string, Wait> waits;        // of the thread that asks
+  std::map<std::string, Wait> muted_waits;  // of the thread that beats
+  std::atomic<int64_t> asking_since{0};     // milliseconds of steady_now(); 0: asks nothing
 
   Heartbeat positions();
   SeatPosition position(const Seat& seat, const Whereabouts& here) const;
@@ -92,11 +99,28 @@ struct Board::State {
   std::shared_ptr<const Snapshot> look(const Answer& answer);
   void watch(c10d::Store& store);
   void watch(c10d::Store& store, const Seat& seat, const Whereabouts& here);
-  void report(const Seat& seat, const Whereabouts& here, const Wait& wait, const Snapshot& after);
+  void report(const Seat& seat, const Whereabouts& here, const Wait& wait, const std::string& what);
+  void tell_silence();
+  Wait& wait_of(std::map<std::string, Wait>& known, const Seat& seat,
+                const Whereabouts& here) const;
+  // The question, which notes that it is under way.
+  static StoreWorker::Question noted(std::shared_ptr<State> state, StoreWorker::Question question);
 };
 
 SeatPosition Board::State::position(const Seat& seat, const Whereabouts& here) const {
   const std::string head =
+StoreWorker::Question Board::State::noted(std::shared_ptr<State> state,
+                                          StoreWorker::Question question) {
+  return [state = std::move(state), question = std::move(question)](c10d::Store& store) {
+    struct Note {
+      explicit Note(std::atomic<int64_t>& of) : since(of) { since = steady_now(); }
+      ~Note() { since = 0; }
+      std::atomic<int64_t>& since;
+    } const note(state->asking_since);
+    question(store);
+  };
+}
+
       seat.title.empty() ? "" : concat(seat.unit, " ", here.round, " of ", seat.title);
   return {.seat = seat.looker.seat, .head = head, .where = here};
 }
@@ -207,7 +231,10 @@ void Board::State::watch(c10d::Store& store, const Seat& seat, const Whereabouts
   }
   if (now - wait.looked < kBetweenLooks) return;
   const auto after = look(answer);
-  report(seat, here, wait, *after);
+  const Position position{.number = here.round,
+                          .unit = seat.title.empty() ? "" : seat.unit,
+                          .everyone = seat.unit != "round"};
+  report(seat, here, wait, in_words(where_others_are(*wait.before, *after, seat.looker, position)));
   if (seat.on_never) {
     const auto reason = never_comes(*wait.before, *after, seat.looker, positions());
     if (reason) seat.on_never(*reason);
@@ -217,20 +244,51 @@ void Board::State::watch(c10d::Store& store, const Seat& seat, const Whereabouts
 }
 
 void Board::State::report(const Seat& seat, const Whereabouts& here, const Wait& wait,
-                          const Snapshot& after) {
+                          const std::string& what) {
+// The thread that asks cannot speak while the store does not answer it. This one only sends.
+void Board::State::tell_silence() {
+  const int64_t since = asking_since;
+  const bool silent = since != 0 && steady_now() - since > kPatience.count();
+  std::vector<std::shared_ptr<const Seat>> now;
+  {
+    const std::lock_guard lock(mutex);
+    now = seats;
+  }
+  for (const auto& seat : now) {
+    if (seat->watched == Watched::kNo || reports.after.count() == 0) continue;
+    const std::optional<Whereabouts> here = seat->where ? seat->where() : std::nullopt;
+    if (!here || !here->waits) {
+      muted_waits.erase(seat->looker.seat);
+      continue;
+    }
+    Wait& wait = wait_of(muted_waits, *seat, *here);
+    if (!silent || reports.clock->now() - wait.since < wait.next) continue;
+    report(*seat, *here, wait, kStoreIsSilent);
+    wait.next *= 2;
+  }
+  drop(std::move(now));
+}
+
+Board::State::Wait& Board::State::wait_of(std::map<std::string, Wait>& known, const Seat& seat,
+                                          const Whereabouts& here) const {
+  Wait& wait = known[seat.looker.seat];
+  if (wait.round != here.round || wait.next.count() == 0) {
+    const milliseconds first = reports.after.count() > 0 ? reports.after : kFirstLook;
+    wait = {.round = here.round, .since = reports.clock->now(), .next = first};
+  }
+  return wait;
+}
+
   if (!reports.report || reports.after.count() == 0) return;
   const Looker& me = seat.looker;
   const bool counted = !seat.title.empty();
-  const Position position{
-      .number = here.round, .unit = counted ? seat.unit : "", .everyone = seat.unit != "round"};
   const std::string who = counted
                               ? concat(seat.title, ", rank ", me.rank, " of ", me.members.size(),
                                        ", ", seat.unit, " ", here.round)
                               : concat(here.text, ", rank ", me.rank, " of ", me.members.size());
   reports.report(concat(who, ": waiting for other ranks, has waited ",
                         seconds(reports.clock->now() - wait.since),
-                        counted ? concat(" (", here.text, ")") : "", ". ",
-                        in_words(where_others_are(*wait.before, after, me, position))));
+                        counted ? concat(" (", here.text, ")") : "", ". ", what));
 }
 
 Board::Board(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
@@ -262,10 +320,15 @@ void Board::place(std::shared_ptr<const Seat> seat) {
       std::swap(*same, seat);  // the old one is dropped without the lock
     }
   }
-  beats_.repeat([state = state_](c10d::Store& store) { state->beat(store); }, kBetweenNews);
-  if (asks) {
-    asks_.repeat([state = state_](c10d::Store& store) { state->watch(store); }, kBetweenNews);
-  }
+  beats_.repeat(
+      [state = state_](c10d::Store& store) {
+        state->beat(store);
+        state->tell_silence();
+      },
+      kBetweenNews);
+  if (!asks) return;
+  asks_.repeat(State::noted(state_, [state = state_](c10d::Store& store) { state->watch(store); }),
+               kBetweenNews);
 }
 
 void Board::remove(const std::string& seat) noexcept {
@@ -309,7 +372,7 @@ void Board::leave() noexcept {
 }
 
 bool Board::ask(StoreWorker::Question question) noexcept {
-  return asks_.ask(std::move(question), kPatience);
+  return asks_.ask(State::noted(state_, std::move(question)), kPatience);
 }
 
 std::shared_ptr<const Snapshot> Board::look() noexcept {

@@ -10,6 +10,7 @@
 
 #include "base/check.h"
 #include "health/sanitize.h"
+#include "health/store_is_silent.h"
 
 namespace bagua {
 namespace {
@@ -277,15 +278,11 @@ OtherRanks FailureBoard::compare(const std::shared_ptr<const Snapshot>& before,
                                  const std::shared_ptr<const Snapshot>& after,
                                  const Position& here) const {
   if (!before || !after) {
-    return {
-        .causes = {},
-        .present = {},
-        .failed = {},
-        .nobody =
-            "The job's store does not answer: the process that has it (torchrun's agent, "
-            "or else rank 0, at MASTER_ADDR) was killed or stopped, or is cut off. A rank that is "
-            "named below may wait for that one too.",
-        .store_is_silent = true};
+    return {.causes = {},
+            .present = {},
+            .failed = {},
+            .nobody = kStoreIsSilent,
+            .store_is_silent = true};
   }
   const SeatOptions& options = shared_->options;
   return where_others_are(*before, *after,

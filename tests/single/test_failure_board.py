@@ -119,6 +119,26 @@ def test_a_store_whose_host_is_gone_blocks_no_rank(server, how):
     assert time.monotonic() - start < 8.0
 
 
+def test_a_wait_says_that_the_store_does_not_answer_though_nobody_can_be_asked(server):
+    process, port = server
+    reports = []
+    store = dist.TCPStore("127.0.0.1", port, 1, timeout=timedelta(seconds=30))
+    board = _C.Board(store, 0, 2, straggler_after_s=1.0, on_straggler=reports.append)
+    seat = board.seat("wrap1", [0, 1], title="module 'Net'")
+    seat.beat(1, "0 of 2 buckets are done", True, on_news=str, on_never=str)
+    deadline = time.monotonic() + 20.0
+    while not store.check(["beat/0", "news"]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGSTOP)
+    seat.beat(2, "1 of 2 buckets is done", True, on_news=str, on_never=str)
+    deadline = time.monotonic() + 20.0
+    while not reports and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert "module 'Net', rank 0 of 2, round 2: waiting for other ranks, has waited" in reports[0]
+    assert "The job's store does not answer: the process that has it" in reports[0]
+    os.kill(process.pid, signal.SIGCONT)
+
+
 class Counting(dist.Store):
     """Counts requests to the store behind it, which `hold` keeps from answering."""
 
