@@ -20,6 +20,8 @@ using std::chrono::milliseconds;
 constexpr const char* kNewsKey = "news";
 // Positions of seats that have failed and are gone, the last ones.
 constexpr size_t kMostFailed = 8;
+// More patience for an answer with the heartbeats of all ranks, for which all may ask at a time.
+constexpr milliseconds kPatiencePerRank(10);
 // A wait that cannot end is looked for after so long where no wait is reported.
 constexpr milliseconds kFirstLook(10000);
 
@@ -376,7 +378,10 @@ bool Board::ask(StoreWorker::Question question) noexcept {
 }
 
 std::shared_ptr<const Snapshot> Board::look() noexcept {
-  return state_->look([this](StoreWorker::Question question) { return ask(std::move(question)); });
+  return state_->look([this](StoreWorker::Question question) {
+    return asks_.ask(State::noted(state_, std::move(question)),
+                     kPatience + state_->size * kPatiencePerRank);
+  });
 }
 
 }  // namespace bagua
