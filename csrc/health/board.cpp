@@ -50,12 +50,12 @@ bool find_present(const Answer& answer, const Ranks& ranks, Ranks& present) {
          find_present(answer, {middle, ranks.end()}, present);
 }
 
-std::string seconds(milliseconds time) {
-  char text[32];
 int64_t steady_now() {
   return std::chrono::steady_clock::now().time_since_epoch() / milliseconds(1);
 }
 
+std::string seconds(milliseconds time) {
+  char text[32];
   std::snprintf(text, sizeof text, "%.1f s", std::chrono::duration<double>(time).count());
   return text;
 }
@@ -100,17 +100,15 @@ struct Board::State {
   void beat(c10d::Store& store);
   std::shared_ptr<const Snapshot> look(const Answer& answer);
   void watch(c10d::Store& store);
-  void watch(c10d::Store& store, const Seat& seat, const Whereabouts& here);
-  void report(const Seat& seat, const Whereabouts& here, const Wait& wait, const std::string& what);
   void tell_silence();
   Wait& wait_of(std::map<std::string, Wait>& known, const Seat& seat,
                 const Whereabouts& here) const;
   // The question, which notes that it is under way.
   static StoreWorker::Question noted(std::shared_ptr<State> state, StoreWorker::Question question);
+  void watch(c10d::Store& store, const Seat& seat, const Whereabouts& here);
+  void report(const Seat& seat, const Whereabouts& here, const Wait& wait, const std::string& what);
 };
 
-SeatPosition Board::State::position(const Seat& seat, const Whereabouts& here) const {
-  const std::string head =
 StoreWorker::Question Board::State::noted(std::shared_ptr<State> state,
                                           StoreWorker::Question question) {
   return [state = std::move(state), question = std::move(question)](c10d::Store& store) {
@@ -123,6 +121,8 @@ StoreWorker::Question Board::State::noted(std::shared_ptr<State> state,
   };
 }
 
+SeatPosition Board::State::position(const Seat& seat, const Whereabouts& here) const {
+  const std::string head =
       seat.title.empty() ? "" : concat(seat.unit, " ", here.round, " of ", seat.title);
   return {.seat = seat.looker.seat, .head = head, .where = here};
 }
@@ -245,8 +245,6 @@ void Board::State::watch(c10d::Store& store, const Seat& seat, const Whereabouts
   wait.next *= 2;
 }
 
-void Board::State::report(const Seat& seat, const Whereabouts& here, const Wait& wait,
-                          const std::string& what) {
 // The thread that asks cannot speak while the store does not answer it. This one only sends.
 void Board::State::tell_silence() {
   const int64_t since = asking_since;
@@ -281,6 +279,8 @@ Board::State::Wait& Board::State::wait_of(std::map<std::string, Wait>& known, co
   return wait;
 }
 
+void Board::State::report(const Seat& seat, const Whereabouts& here, const Wait& wait,
+                          const std::string& what) {
   if (!reports.report || reports.after.count() == 0) return;
   const Looker& me = seat.looker;
   const bool counted = !seat.title.empty();

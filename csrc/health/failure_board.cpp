@@ -125,7 +125,7 @@ struct FailureBoard::Shared {
   std::atomic<bool> left{false};
   std::mutex mutex;
   std::function<std::optional<Whereabouts>()> where;  // under the mutex
-  // Of the thread that looks at the news: all that there was when `count` was published.
+  // The thread that looks at the news has these: all that there was at publication `count`.
   int64_t count = 0;
   std::optional<std::string> failed_then, exits_then;
 
@@ -144,7 +144,7 @@ struct FailureBoard::Shared {
     return ask ? ask() : std::nullopt;
   }
 
-  // Of this seat in failures that count in one round; else 0.
+  // The round of a seat whose failures count in one round; else 0.
   int64_t round() {
     if (!options.per_round) return 0;
     const auto now = here();

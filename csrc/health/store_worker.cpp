@@ -59,7 +59,7 @@ struct StoreWorker::State {
   bool stopping = false;
   bool finished = false;
   std::thread thread;
-  // Of the thread: null before the first question, and after one that failed.
+  // The thread's connection: null before the first question, and after one that failed.
   c10::intrusive_ptr<c10d::Store> store;
   Clock::time_point next_connection;
 
