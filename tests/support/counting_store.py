@@ -18,9 +18,16 @@ class CountingStore(dist.Store):
         self.longest = 0  # bytes of a request
         self._apart = tuple(apart)
         self._waited = None
+        self._clones = []
 
     def clone(self):
-        return self
+        """Over a connection of its own, if ``inner`` is connected; counts here."""
+        if not isinstance(self.inner, dist.TCPStore):
+            return self
+        other = CountingStore(self.inner.clone(), self._apart)
+        other.requests = self.requests
+        self._clones.append(other)  # C++ keeps only its part of the object
+        return other
 
     def _count(self, kind, *texts):
         if self._apart and texts[0].startswith(self._apart):
