@@ -1,4 +1,4 @@
-"""What many ranks cost that only start, wrap, make some steps and end: DDP and each algorithm.
+"""Costs of a start, a wrap, some steps and an end with many ranks: DDP and each algorithm.
 
     python benchmarks/bench_start.py [--ranks 2 8 16 32 64] [--arms ddp exact]
         [--nodes 2] [--names refuse|silent|host] [--count] [--steps 20] [--idle 5] [--quick]
@@ -6,14 +6,14 @@
 Ranks are forked from one process that has imported torch and bagua; each is a node, so gloo
 connects them, or they share `--nodes`. Arms of one number of ranks run one after the other: compare
 within a row. Prints for each arm the slowest rank's seconds of init, wrap, first step and end, the
-median step, what a rank holds after the steps beside what it held before (descriptors, sockets,
-threads, MiB that only it has), and the share of a core that an idle rank takes.
+median step, descriptors, sockets, threads and MiB that a rank has more after the steps than before,
+and the share of a core that an idle rank takes.
 
 --count puts a proxy before the job's store: requests, bytes and connections per rank of the start,
 of the wrap, of the steps and of idling, and the keys at the end. Seconds of such a run include the
-proxy. --names: what the machine's name server does, in a network namespace of the program (root):
-it refuses at once, or never answers; host: the machine's own network. Ranks that have not ended
-after `--limit` seconds are killed, and the arm is reported so.
+proxy. --names: the name server of a network namespace of the program (root) refuses at once, or
+never answers; host: the machine's own network. Ranks that have not ended after `--limit` seconds
+are killed, and the arm is reported so.
 Prints JSON lines; the last ones are kept in build/benchmarks/start.json.
 """
 
@@ -306,7 +306,7 @@ def enter_namespace(names):
 
 
 def _import_lazily_loaded():
-    """What torch imports at the first optimizer and the first DDP, for seconds."""
+    """Imports what torch would at the first optimizer and the first DDP, for seconds."""
     weight = torch.zeros(1, requires_grad=True)
     weight.grad = torch.zeros(1)
     torch.optim.SGD([weight], lr=0.1).step()
