@@ -56,7 +56,7 @@ from bagua._core.group.membership import (
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.group.warn import warn_here
 from bagua._core.state.initial_state import broadcast_optimizer, broadcast_tensors
-from bagua._outer.strategies import FixedRanks
+from bagua._outer.strategies import Elastic, FixedRanks
 
 if TYPE_CHECKING:
     from bagua._outer.loop import OuterLoop, OuterState
@@ -65,38 +65,6 @@ if TYPE_CHECKING:
 _MOST_ATTEMPTS = 5
 
 _log = logging.getLogger("bagua")
-
-
-@dataclass(frozen=True)
-class Elastic:
-    """Training goes on without ranks that are lost after the warm-up.
-
-    A round that fails changes nothing; in the next training forward the others agree through the
-    job's store on who is left. After ``init_process_group(elastic=True)`` a rank that is started
-    again comes back in ``with_bagua``; so does an island after ``connect_islands``.
-
-    Args:
-        quorum: ranks, or islands, that a round needs: all raise when fewer are left.
-        grace: seconds that a round waits for late ranks at most. Once the quorum has come it
-            waits twice as long as that took, at least a second, and goes on without the others; a
-            late rank's steps count in its next round. None: it waits for all that live.
-
-    Raises:
-        ValueError: ``quorum`` or ``grace`` is not positive.
-
-    Example::
-
-        algorithm = DiLoCoAlgorithm(elastic=Elastic(quorum=2))
-    """
-
-    quorum: int = 2
-    grace: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.grace is not None and not self.grace > 0:
-            raise ValueError(f"Elastic: grace={self.grace} must be positive seconds")
-        if self.quorum < 1:
-            raise ValueError(f"Elastic: quorum={self.quorum} must be at least 1")
 
 
 @dataclass(frozen=True)

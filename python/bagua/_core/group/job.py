@@ -33,7 +33,6 @@ from bagua._core.group.interfaces import (
     tell_place,
     where_ranks_listen,
 )
-from bagua._core.group.membership import announce, job_at_work
 from bagua._core.group.process_group import (
     BaguaProcessGroup,
     Island,
@@ -164,7 +163,11 @@ def init_process_group(
     else:
         rank, world_size, store = rendezvous(store, rank, world_size, local_world_size, timeout)
         patience = timeout or c10d.default_pg_timeout
-        at_work = job_at_work(store, _DEFAULT) if elastic else None
+        at_work = None
+        if elastic:
+            from bagua._core.group.membership import announce, job_at_work
+
+            at_work = job_at_work(store, _DEFAULT)
         comes_back = at_work is not None
         _begin(at_work or agree_on_incarnation(store, rank, world_size, patience))
         if elastic:
@@ -369,6 +372,8 @@ def connect_islands(
             [optimizer], DiLoCoAlgorithm(elastic=True), process_group=group
         )
     """
+    from bagua._core.group.membership import announce, job_at_work
+
     inside = get_default_group()
     if island < 0 or islands < 1:
         raise ValueError(f"connect_islands: island={island} of islands={islands} is none")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,10 @@ from bagua._core.group.connections import (
     cuda_transport,
     total_traffic,
 )
-from bagua._core.group.membership import Membership
 from bagua._core.group.warn import speak_through
+
+if TYPE_CHECKING:
+    from bagua._core.group.membership import Membership
 
 #: False: among all ranks. True: among the nodes' leaders. "sharded": each rank of a node takes part
 #: between the nodes, with a share of the bucket.

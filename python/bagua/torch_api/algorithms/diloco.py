@@ -25,7 +25,6 @@ from bagua._core.state.saved_values import check_state, saved_count, saved_tenso
 from bagua._core.state.shards import Shards, WholeSums, local
 from bagua._ops import operations
 from bagua._ops.operations import Operation
-from bagua._outer.elastic import Elastic, ElasticRanks
 from bagua._outer.loop import (
     REMEDY,
     Fragment,
@@ -35,7 +34,7 @@ from bagua._outer.loop import (
     Schedule,
 )
 from bagua._outer.optimizer import GrowingMomentum, OuterOptimizer, OuterSGD, describe
-from bagua._outer.strategies import FixedRanks, RankWeights, SampleWeights
+from bagua._outer.strategies import Elastic, FixedRanks, RankWeights, SampleWeights
 from bagua._sync.synchronizer import Synchronizer
 from bagua.torch_api.algorithms._error_feedback import (
     check_warmup,
@@ -210,7 +209,11 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
     def __init__(self, process_group: BaguaProcessGroup, arguments: DiLoCoAlgorithm) -> None:
         comes_back = process_group.waits_to_join
         elastic = arguments.elastic
-        self._ranks = FixedRanks() if elastic is None else ElasticRanks(process_group, elastic)
+        self._ranks = FixedRanks()
+        if elastic is not None:
+            from bagua._outer.elastic import ElasticRanks
+
+            self._ranks = ElasticRanks(process_group, elastic)
         super().__init__(process_group, arguments.warmup_steps)
         self.arguments = arguments
         self.mean_buffers = arguments.mean_buffers
