@@ -24,6 +24,8 @@ SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc python -not -name '*.
 CPP_FILES = $(shell find csrc tests/cpp tests/fuzz -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 ARGS ?=
+# Runs alone: a thousand members need all cores.
+TEST_OF_THE_WHOLE_MACHINE = tests/deep/test_thousand_members.py
 # Files of tests at a time, 0: one after the other. Some wait for time to pass, so more than cores.
 TEST_JOBS ?= $(shell echo $$(( $(JOBS) < 8 ? $(JOBS) + 2 : 8 )))
 # Python keeps compiled test modules, or each worker and rank would compile them anew.
@@ -71,7 +73,8 @@ test: build ## Run the tests that every change must pass
 
 test-deep: build horovod integrations ## Run the long tests: launchers, other packages, faults, CUDA code on a CPU, fuzzing, the model
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder \
-	  tests/deep tests/integrations $(ARGS)
+	  tests/deep tests/integrations --ignore $(TEST_OF_THE_WHOLE_MACHINE) $(ARGS)
+	$(if $(ARGS),,OMP_NUM_THREADS=1 $(PY) -m pytest -p no:xdist $(TEST_OF_THE_WHOLE_MACHINE))
 
 lint: venv ## Check layout, style and types
 	ruff check .
