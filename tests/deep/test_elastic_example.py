@@ -91,7 +91,8 @@ def test_a_rank_killed_under_its_agent_comes_back(tmp_path):
         assert "lost rank(s) 0 in outer round 5, rank(s) 1, 2 go on" in output
         assert "rank(s) 0 came back before outer round" in output
         assert f"round {ROUNDS}: loss" in output
-        assert "ranks=[0, 1, 2]" in output.splitlines()[-1]
+        # An agent may add that the agent of node 0, which has their store, has ended before it.
+        assert "ranks=[0, 1, 2]" in [line for line in output.splitlines() if "ranks=" in line][-1]
     assert torch.load(tmp_path / "elastic.pt", weights_only=True).keys() >= {"0.weight"}
 
 
