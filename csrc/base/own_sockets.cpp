@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <filesystem>
 #include <mutex>
+#include <string>
+#include <string_view>
 #include <system_error>
 #include <utility>
 #include <vector>
@@ -56,13 +58,21 @@ void after_fork_in_child() {
   kept().mutex.unlock();
 }
 
+// Of the link of an open file in /proc; zero unless it is a socket. fstat() of a file that another
+// thread closes would be a race.
+ino_t socket_inode(const std::filesystem::path& link) {
+  constexpr std::string_view kSocket = "socket:[";
+  std::error_code error;
+  const std::string target = std::filesystem::read_symlink(link, error).string();
+  return target.starts_with(kSocket) ? std::stoull(target.substr(kSocket.size())) : 0;
+}
+
 std::set<OpenFile> open_files() {
   std::set<OpenFile> files;
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", error)) {
-    struct stat status{};
     const int number = std::stoi(entry.path().filename().string());
-    if (fstat(number, &status) == 0) files.insert({.number = number, .inode = status.st_ino});
+    files.insert({.number = number, .inode = socket_inode(entry.path())});
   }
   // The folder itself was open; a socket may take its number next.
   std::erase_if(files, [](const OpenFile& file) { return fcntl(file.number, F_GETFD) < 0; });

@@ -12,7 +12,7 @@ namespace bagua {
 // An open file of this process. Its number may be another file's a moment later.
 struct OpenFile {
   int number;
-  ino_t inode;
+  ino_t inode;  // zero unless it is a socket
 
   auto operator<=>(const OpenFile&) const = default;
 };
