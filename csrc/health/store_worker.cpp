@@ -56,6 +56,7 @@ struct StoreWorker::State {
   Milliseconds interval{0};
   Clock::time_point next_repetition;
   std::optional<Clock::time_point> began;  // the question under way
+  bool late = false;                       // it has outlasted the patience of one who asked
   bool stopping = false;
   bool finished = false;
   std::thread thread;
@@ -87,6 +88,7 @@ bool StoreWorker::State::put(const Question& question,
   }
   lock.lock();
   began.reset();
+  late = false;
   return answered;
 }
 
@@ -155,8 +157,10 @@ bool StoreWorker::ask(Question question, Milliseconds patience) noexcept {
   state.start(state_.pointer());
   state.orders.push_back(order);
   state.changed.notify_all();
-  if (state.began && Clock::now() - *state.began > patience) return false;
+  const Clock::time_point asked = Clock::now();
+  if (state.began && (state.late || asked - *state.began > patience)) return false;
   state.changed.wait_for(lock, patience, [&] { return !order->question; });
+  if (order->question && state.began && *state.began - asked < patience / 2) state.late = true;
   return order->done;
 }
 
