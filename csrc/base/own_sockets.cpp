@@ -41,9 +41,10 @@ KeptSockets& kept() {
   return *made;
 }
 
-bool is_open(const OpenFile& file) {
+bool is_open(const OpenFile& socket) {
   struct stat status{};
-  return fstat(file.number, &status) == 0 && status.st_ino == file.inode;
+  return fstat(socket.number, &status) == 0 && S_ISSOCK(status.st_mode) &&
+         status.st_ino == socket.inode;
 }
 
 void before_fork() { kept().mutex.lock(); }
@@ -58,8 +59,8 @@ void after_fork_in_child() {
   kept().mutex.unlock();
 }
 
-// Of the link of an open file in /proc; zero unless it is a socket. fstat() of a file that another
-// thread closes would be a race.
+// The number in `link`, the link of an open file in /proc; zero unless it is a socket. fstat() of a
+// file that another thread closes would be a race.
 ino_t socket_inode(const std::filesystem::path& link) {
   constexpr std::string_view kSocket = "socket:[";
   std::error_code error;
