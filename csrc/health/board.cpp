@@ -216,11 +216,7 @@ void Board::State::watch(c10d::Store& store) {
 // 3. The same when twice the time is up.
 void Board::State::watch(c10d::Store& store, const Seat& seat, const Whereabouts& here) {
   const milliseconds now = reports.clock->now();
-  const milliseconds first = reports.after.count() > 0 ? reports.after : kFirstLook;
-  Wait& wait = waits[seat.looker.seat];
-  if (wait.round != here.round || wait.text != here.text || wait.next.count() == 0) {
-    wait = {.round = here.round, .text = here.text, .since = now, .next = first};
-  }
+  Wait& wait = wait_of(waits, seat, here);
   if (now - wait.since < wait.next) return;
   const Answer answer = [&](const StoreWorker::Question& question) {
     question(store);
@@ -272,9 +268,9 @@ void Board::State::tell_silence() {
 Board::State::Wait& Board::State::wait_of(std::map<std::string, Wait>& known, const Seat& seat,
                                           const Whereabouts& here) const {
   Wait& wait = known[seat.looker.seat];
-  if (wait.round != here.round || wait.next.count() == 0) {
+  if (wait.round != here.round || wait.text != here.text || wait.next.count() == 0) {
     const milliseconds first = reports.after.count() > 0 ? reports.after : kFirstLook;
-    wait = {.round = here.round, .since = reports.clock->now(), .next = first};
+    wait = {.round = here.round, .text = here.text, .since = reports.clock->now(), .next = first};
   }
   return wait;
 }
