@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed import distributed_c10d as c10d
 
 from bagua._core.group import environment as env
-from bagua._core.group.rendezvous import append, lines_in, read, tcp_store
+from bagua._core.group.rendezvous import append, forget, lines_in, read, tcp_store
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 _ADDRESS = 0x8915  # SIOCGIFADDR of Linux
@@ -63,8 +63,7 @@ def tell_place(store: c10d.Store, rank: int) -> None:
 
 def forget_places(store: c10d.Store) -> None:
     """One rank calls it once all are connected."""
-    with suppress(RuntimeError, NotImplementedError):  # a store that cannot, or has gone
-        store.delete_key(_PLACES)
+    forget(store, [_PLACES])
 
 
 def where_ranks_listen(store: c10d.Store, size: int) -> str:

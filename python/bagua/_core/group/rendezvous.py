@@ -349,25 +349,29 @@ def number_in(value: bytes, key: str, below: int) -> int:
 
 def lines_in(value: bytes, key: str) -> list[str]:
     """The lines of text, a JSON list, that the ``value`` of ``key`` is."""
-    try:
-        lines = json.loads(value) if len(value) <= _MOST_BYTES else None
-    except (ValueError, RecursionError):
-        lines = None
-    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-        _refuse(key, value, "no list of lines")
-    return lines
+    return value_in(value, key, _lines_from, what="no list of lines")
+
+
+def _lines_from(word: Any) -> list[str]:
+    if not isinstance(word, list) or not all(isinstance(line, str) for line in word):
+        raise TypeError(word)
+    return word
 
 
 def value_in(
-    value: bytes, key: str, read: Callable[[Any], Value], most_bytes: int = _MOST_BYTES
+    value: bytes,
+    key: str,
+    read: Callable[[Any], Value],
+    most_bytes: int = _MOST_BYTES,
+    what: str = "not of the form that it should be",
 ) -> Value:
-    """What ``read`` makes of the JSON that the ``value`` of ``key`` is."""
+    """What ``read`` makes of the JSON that the ``value`` of ``key`` is; ``what`` it else is."""
     try:
         if len(value) <= most_bytes:
             return read(json.loads(value))
     except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError):
         pass
-    _refuse(key, value, "not of the form that it should be")
+    _refuse(key, value, what)
 
 
 def stored_number(store: c10d.Store, key: str, below: int) -> int:
