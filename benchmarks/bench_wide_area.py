@@ -27,7 +27,7 @@ USUAL = ["compute", "ddp", "gradient_allreduce", "bytegrad", "bytegrad_int4", "p
 
 
 def figures_over(link, arguments, folder):
-    """What rank 0 of bench_step.py writes when it runs on every rank of ``link``."""
+    """The figures that rank 0 of bench_step.py writes when it runs on every rank of ``link``."""
     output = Path(folder) / "figures.json"
     program = [sys.executable, str(STEP), "--rank-output", str(output), "--arms", *arguments.arms]
     program += ["--pairs", str(arguments.pairs), "--steps", str(arguments.steps)]

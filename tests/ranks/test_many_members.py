@@ -19,7 +19,7 @@ def begin(members):
 
 
 def requests_per_second(members):
-    """Of the member that asks most."""
+    """Requests of the member that asks most."""
     before = members.all("requests")
     time.sleep(4.0)
     after = members.all("requests")
