@@ -133,8 +133,12 @@ def mark_twice():
 
 def test_marking_a_tensor_twice_in_one_round_raises_and_names_it(ranks):
     assert "tensor '2." in ranks(1, mark_twice)[0]
-    for message in ranks(2, mark_twice):
-        assert "was marked ready twice in one round" in message
+    messages = ranks(2, mark_twice)
+    named = ["was marked ready twice in one round" in message for message in messages]
+    # The first mark began the round, so the later rank may find the other one gone instead.
+    assert any(named)
+    for message, own in zip(messages, named, strict=True):
+        assert own or "with peer" in message
 
 
 def test_the_name_of_the_documentations_example_is_in_each_of_its_modules():
