@@ -84,6 +84,11 @@ class Posted {
 };
 
 void bind_lane(py::module_& m) {
+  py::enum_<Weighed>(m, "Weighed")
+      .value("HERE", Weighed::kHere)
+      .value("BEFORE", Weighed::kBefore)
+      .value("NOT", Weighed::kNot);
+
   py::class_<Posted>(m, "Posted")
       .def("wait", &Posted::wait, ReleaseGil())
       .def_property_readonly("done", &Posted::done);
@@ -106,15 +111,18 @@ void bind_lane(py::module_& m) {
       .def(
           "post",
           [](std::shared_ptr<DynamicLane> lane, const BucketOperations& operations, at::Tensor flat,
-             int64_t round, float grad_scale) {
+             int64_t round, float grad_scale, std::optional<float> samples, Weighed weighed) {
             auto future = lane->post({.plan = std::make_shared<JobPlan>(operations.plan),
                                       .flat = std::move(flat),
                                       .round = round,
-                                      .grad_scale = grad_scale});
+                                      .grad_scale = grad_scale,
+                                      .samples = samples_of(samples),
+                                      .weighed = weighed});
             return Posted(std::move(lane), std::move(future));
           },
           py::arg("operations"), py::arg("flat"), py::kw_only(), py::arg("round"),
-          py::arg("grad_scale") = 1.0f, ReleaseGil())
+          py::arg("grad_scale") = 1.0f, py::arg("samples") = py::none(),
+          py::arg("weighed") = Weighed::kHere, ReleaseGil())
       .def("check", &DynamicLane::check, ReleaseGil())
       .def("abort", &DynamicLane::abort, py::arg("reason"), ReleaseGil())
       .def("transport_failed", &DynamicLane::transport_failed, py::arg("reason"), ReleaseGil())
@@ -158,6 +166,7 @@ void bind_hook(py::module_& m) {
             register_hook(*reducer, std::move(hook));
           },
           py::arg("reducer"))
+      .def("add_samples", &DdpHook::add_samples, py::arg("number"))
       .def("settle", &DdpHook::settle, ReleaseGil())
       .def("renew", &DdpHook::renew, py::arg("round"))
       .def_property_readonly("round", &DdpHook::round);

@@ -168,15 +168,18 @@ void bind_rounds(py::module_& m) {
            py::arg("weights").none(true) = py::none(), py::arg("clock").none(true) = py::none())
       .def(
           "begin_round",
-          [](Engine& engine, float grad_scale, uint64_t frozen, bool check_weights,
-             std::optional<int32_t> part) {
+          [](Engine& engine, float grad_scale, uint64_t frozen, bool has_inputs,
+             std::optional<int32_t> part, std::optional<float> samples, bool samples_later) {
             engine.begin_round({.grad_scale = grad_scale,
                                 .frozen = frozen,
-                                .check_weights = check_weights,
-                                .part = part});
+                                .has_inputs = has_inputs,
+                                .part = part,
+                                .samples = samples_of(samples),
+                                .samples_later = samples_later});
           },
           py::arg("grad_scale") = 1.0f, py::kw_only(), py::arg("frozen") = 0,
-          py::arg("check_weights") = true, py::arg("part") = py::none(), ReleaseGil())
+          py::arg("has_inputs") = true, py::arg("part") = py::none(),
+          py::arg("samples") = py::none(), py::arg("samples_later") = false, ReleaseGil())
       .def("note_forward", &Engine::note_forward, ReleaseGil())
       .def("await_agreement", &Engine::await_agreement, ReleaseGil())
       .def("mark_ready", &Engine::mark_ready, py::arg("slot"), ReleaseGil())
@@ -229,8 +232,14 @@ void bind_gradient_path(py::module_& m) {
            py::arg("on_unused").none(true) = py::none(),
            py::arg("on_past_wrapper").none(true) = py::none())
       .def("begin_forward", &GradientPath::begin_forward, py::arg("communicates"), ReleaseGil())
-      .def("begin_round", &GradientPath::begin_round, py::arg("grad_scale") = 1.0f,
-           py::arg("result_scale") = 1.0, ReleaseGil())
+      .def(
+          "begin_round",
+          [](GradientPath& path, float grad_scale, double result_scale,
+             std::optional<float> samples) {
+            path.begin_round(grad_scale, result_scale, samples_of(samples));
+          },
+          py::arg("grad_scale") = 1.0f, py::arg("result_scale") = 1.0,
+          py::arg("samples") = py::none(), ReleaseGil())
       .def("watch", &GradientPath::watch, py::arg("outputs"))
       .def_property_readonly("in_backward", &GradientPath::in_backward)
       .def_property_readonly("communicating", &GradientPath::communicating)

@@ -6,6 +6,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include <torch/csrc/utils/pybind.h>
@@ -60,6 +61,11 @@ inline Checksum checksum_if(bool wanted) { return wanted ? Checksum::kOn : Check
 // Python's seconds.
 inline std::chrono::milliseconds to_milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
+}
+
+// A rank's number; None: it says none.
+inline RankSamples samples_of(std::optional<float> number) {
+  return {.number = number.value_or(1.0f), .said = number.has_value()};
 }
 
 // Counters of a communicator, as bagua_stats() shows them.

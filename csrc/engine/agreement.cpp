@@ -33,9 +33,9 @@ constexpr std::array<Field, 5> kFields{{
 
 }  // namespace
 
-bool agree(Communicator& communicator, const AgreementRecord& mine) {
+Agreement agree(Communicator& communicator, const AgreementRecord& mine) {
   const int size = communicator.group().size;
-  if (size == 1) return true;
+  if (size == 1) return {.equal_weights = true, .weighing = {}, .samples_later = false};
   const std::vector<AgreementRecord> all = all_records<AgreementRecord>(communicator, {&mine, 1});
   for (const Field& field : kFields) {
     bool equal = true;
@@ -51,9 +51,19 @@ bool agree(Communicator& communicator, const AgreementRecord& mine) {
   }
   const auto all_of = [&](auto holds) { return std::all_of(all.begin(), all.end(), holds); };
   const AgreementRecord& first = all[0];
-  return !all_of([](const AgreementRecord& r) { return (r.flags & kShowsWeights) != 0; }) ||
-         all_of([&](const AgreementRecord& r) { return r.weights == first.weights; }) ||
-         all_of([&](const AgreementRecord& r) { return r.weights_before == first.weights_before; });
+  const bool equal =
+      !all_of([](const AgreementRecord& r) { return (r.flags & kShowsWeights) != 0; }) ||
+      all_of([&](const AgreementRecord& r) { return r.weights == first.weights; }) ||
+      all_of([&](const AgreementRecord& r) { return r.weights_before == first.weights_before; });
+  std::vector<RankSamples> samples;
+  bool later = false;
+  for (const AgreementRecord& r : all) {
+    samples.push_back({.number = r.samples, .said = (r.flags & kSaysSamples) != 0});
+    later = later || (r.flags & kSamplesLater) != 0;
+  }
+  const Weighing weighing = weighing_of(samples);
+  return {
+      .equal_weights = equal, .weighing = weighing, .samples_later = later && weighing.by_samples};
 }
 
 }  // namespace bagua

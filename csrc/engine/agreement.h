@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "engine/rank_samples.h"
 
 namespace bagua {
 
@@ -15,8 +16,9 @@ struct AgreementRecord {
   uint64_t fingerprint;  // of the plan: buckets, slots, ops
   uint64_t round;        // number of the round, from 1
   uint64_t incarnation;  // of the run: restarts and re-wraps differ
-  uint32_t flags;        // kShowsWeights or 0
-  uint32_t part;         // of the plan that the round is of, from 1; 0: of all
+  uint16_t flags;        // of the constants below
+  uint16_t part;         // of the plan that the round is of, from 1; 0: of all
+  float samples;         // RankSamples::number
   uint64_t frozen;       // hash of the parameters that were frozen after the wrap; 0: none
   // Hashes of a sample of the weights, or 0; see Note [Sample of the weights].
   uint64_t weights;         // at the start of the round
@@ -26,7 +28,9 @@ static_assert(sizeof(AgreementRecord) == 56);
 
 // Weights are compared if all ranks set this flag: one that answers a round without inputs, or has
 // no hash yet, does not.
-inline constexpr uint32_t kShowsWeights = 1;
+inline constexpr uint16_t kShowsWeights = 1;
+inline constexpr uint16_t kSaysSamples = 2;   // RankSamples::said
+inline constexpr uint16_t kSamplesLater = 4;  // RoundOpening::samples_later
 
 // Note [Agreement]
 // gloo does not compare sizes: an all_reduce of different sizes aborts one rank and returns wrong
@@ -41,8 +45,15 @@ inline constexpr uint32_t kShowsWeights = 1;
 // one asks the store once more. With more ranks a sum of exact values, of which PowerSGD has two,
 // takes two where paths are shortened (Communicator::shorten_paths), and gloo's ring elsewhere.
 
-// Throws MismatchError naming the first field that differs and every rank's value. False, on all
-// ranks, if nothing else differs and the sampled weights do, at both moments.
-[[nodiscard]] bool agree(Communicator& communicator, const AgreementRecord& mine);
+// Equal on all ranks.
+struct Agreement {
+  bool equal_weights;  // of the model: the samples are equal, at one of both moments
+  Weighing weighing;
+  bool samples_later;  // some rank weighs by samples, and some rank knows its number later
+};
+
+// Throws MismatchError naming the first field that differs and every rank's value, but samples and
+// weights, which may differ.
+[[nodiscard]] Agreement agree(Communicator& communicator, const AgreementRecord& mine);
 
 }  // namespace bagua

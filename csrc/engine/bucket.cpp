@@ -17,6 +17,8 @@ void Bucket::check() const {
   BAGUA_CHECK_ARG(flat.defined() && flat.dim() == 1 && flat.is_contiguous(), "bucket '", name,
                   "': the memory must be a contiguous one-dimensional tensor.");
   BAGUA_CHECK_ARG(!slots.empty(), "bucket '", name, "' has no slots.");
+  BAGUA_CHECK_ARG(part >= 0 && part < kMostParts, "bucket '", name, "': part ", part,
+                  " must be from 0 to ", kMostParts - 1, ".");
   int64_t end = 0;
   for (const Slot& slot : slots) {
     int64_t numel = 1, last = 0;

@@ -34,6 +34,9 @@ struct Slot {
   at::Tensor view(const at::Tensor& flat) const;
 };
 
+// Of a plan: they are numbered in 16 bits of the ranks' agreement.
+inline constexpr int32_t kMostParts = 65535;
+
 // Immutable once an engine has it.
 struct Bucket {
   std::string name;

@@ -61,6 +61,12 @@ int64_t DdpHook::round() const {
 
 void DdpHook::end_round() { ended_ = true; }
 
+void DdpHook::add_samples(float number) {
+  const std::lock_guard lock(mutex_);
+  next_samples_ = {.number = number + (next_samples_.said ? next_samples_.number : 0),
+                   .said = true};
+}
+
 void DdpHook::renew(int64_t round) {
   const std::lock_guard lock(mutex_);
   renewed_at_ = round;
@@ -85,6 +91,9 @@ void DdpHook::begin_round() {
   const std::lock_guard lock(mutex_);
   ++round_;
   left_ = 0;
+  samples_ = std::exchange(next_samples_, {});
+  // A rank that has joined, with zeros.
+  if (torch::autograd::get_current_graph_task_id() < 0) samples_ = {.number = 0.0f};
   if (round_ == renewed_at_) known_.clear();
 }
 
@@ -132,8 +141,11 @@ DynamicLane::Future DdpHook::run(c10d::GradBucket& torchs) {
     if (first) begin_round();
     const Known& own = known(bucket);
     if (own.memory) ++left_;
-    auto future = lane_->post(
-        {.plan = own.plan, .flat = bucket.buffer, .round = round_, .grad_scale = grad_scale_});
+    auto future = lane_->post({.plan = own.plan,
+                               .flat = bucket.buffer,
+                               .round = round_,
+                               .grad_scale = grad_scale_,
+                               .samples = samples_});
     futures_.push_back(future);
     if (torchs.isLast()) await_before_torch();
     return future;

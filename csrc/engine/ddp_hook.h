@@ -63,6 +63,9 @@ class DdpHook final {
 
   DynamicLane::Future run(c10d::GradBucket& bucket);
 
+  // This rank's next round is of so many samples more.
+  void add_samples(float number);
+
   // torch takes a result: the bucket that comes next is the first of another round.
   void end_round();
 
@@ -100,6 +103,7 @@ class DdpHook final {
   int64_t last_index_ = -1;
   std::atomic<bool> ended_{true};
   float grad_scale_ = 1.0f;
+  RankSamples next_samples_{}, samples_{};    // of the next round, and of this one
   int64_t renewed_at_ = 0;                    // round; 0: none
   std::vector<DynamicLane::Future> futures_;  // of the round
 };

@@ -39,6 +39,12 @@ std::vector<std::vector<RoundState::Shape>> shapes_of(const std::vector<Lane>& l
   return shapes;
 }
 
+uint16_t flags_of(const RoundOpening& opening, bool shows_weights) {
+  return static_cast<uint16_t>((shows_weights ? kShowsWeights : 0) |
+                               (opening.samples.said ? kSaysSamples : 0) |
+                               (opening.samples_later ? kSamplesLater : 0));
+}
+
 // The options of the core that runs all lanes. Throws if they cannot be run.
 LaneOptions options_of(const std::vector<Lane>& lanes, const EngineOptions& options) {
   BAGUA_CHECK_ARG(!lanes.empty(), "an engine needs a lane.");
@@ -90,6 +96,7 @@ struct Engine::State final : LaneCore {
   State(std::vector<Lane> lanes, EngineOptions engine_options);
 
   // Lane side.
+  void post_agreement(const RoundOpening& opening, std::optional<WeightsDigest> weights = {});
   void run_agreement(int64_t for_round, const RoundOpening& opening,
                      const std::optional<WeightsDigest>& weights);
   void run_bucket(size_t index);
@@ -106,6 +113,8 @@ struct Engine::State final : LaneCore {
   // Blocks until `done` holds under the lock; see Engine::wait for what it throws.
   void block(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done,
              const char* what);
+  // The open round begins again: whether its ranks are to agree again. Note [Late samples]
+  bool take_late_samples(const RoundOpening& opening);
   // Throws the stored failure, or if no round is open.
   void check_open(std::unique_lock<std::mutex>& lock);
   std::string outstanding() const;
@@ -127,6 +136,9 @@ struct Engine::State final : LaneCore {
   RoundState round;
   int64_t caller = 0;  // the thread that began the last round
   float grad_scale = 1.0f;
+  RoundOpening opened;        // as this rank has opened the round
+  Weighing weighing;          // once the ranks have agreed
+  bool weighing_due = false;  // it is of numbers that some ranks have not known
   std::vector<uint8_t> used;
 };
 
@@ -199,6 +211,31 @@ void Engine::State::check_device(std::unique_lock<std::mutex>& lock) {
   if (failure) rethrow(lock);
 }
 
+void Engine::State::post_agreement(const RoundOpening& opening,
+                                   std::optional<WeightsDigest> weights) {
+  opened = opening;
+  threads[0]->post([this, self = shared_from_this(), number = round.number(), opening,
+                    shown = std::move(weights)] { run_agreement(number, opening, shown); });
+}
+
+bool Engine::State::take_late_samples(const RoundOpening& opening) {
+  if (opening.samples_later || group.size == 1) return false;
+  const bool late = std::exchange(opened.samples_later, false);
+  if (late && weighing_due) return true;
+  BAGUA_CHECK(!late || !opening.samples.said, whoami(),
+              ": bagua_samples() was called for the first time after buffers had been given to all "
+              "ranks, in an evaluation or in no_sync(). Call bagua_samples(0) once after the wrap, "
+              "on every rank.");
+  BAGUA_CHECK(late || !opening.samples.said || opening.samples == opened.samples, whoami(),
+              ": bagua_samples() says ", opening.samples.number,
+              " for a round that its first "
+              "forward has opened with ",
+              opened.samples.number, opened.samples.said ? "" : " (none said)",
+              ". Call it before the first forward of a step, with the number of the whole step; "
+              "numbers inside no_sync() add up.");
+  return false;
+}
+
 void Engine::State::run_agreement(int64_t for_round, const RoundOpening& opening,
                                   const std::optional<WeightsDigest>& weights) {
   try {
@@ -206,16 +243,22 @@ void Engine::State::run_agreement(int64_t for_round, const RoundOpening& opening
     const AgreementRecord mine{.fingerprint = options.fingerprint,
                                .round = static_cast<uint64_t>(for_round),
                                .incarnation = options.incarnation,
-                               .flags = weights ? kShowsWeights : 0,
-                               .part = opening.part ? static_cast<uint32_t>(*opening.part) + 1 : 0,
+                               .flags = flags_of(opening, weights.has_value()),
+                               .part = static_cast<uint16_t>(opening.part ? *opening.part + 1 : 0),
+                               .samples = opening.has_inputs ? opening.samples.number : 0.0f,
                                .frozen = opening.frozen,
                                .weights = weights ? combined(weights->parts) : 0,
                                .weights_before = weights ? combined(weights->before()) : 0};
-    if (!agree(*options.control, mine)) {
-      options.weights->name_difference(*options.control, *weights);
+    const Agreement found = agree(*options.control, mine);
+    if (!found.equal_weights) options.weights->name_difference(*options.control, *weights);
+    {
+      const std::lock_guard lock(mutex);
+      weighing = found.weighing;
+      weighing_due = found.samples_later;
+      round.agree(for_round);
     }
-    std::lock_guard lock(mutex);
-    round.agree(for_round);
+    changed.notify_all();
+    if (found.samples_later && !opening.samples_later) run_agreement(for_round, opening, {});
   } catch (const MismatchError& difference) {
     end_with(difference);
   } catch (...) {
@@ -229,14 +272,16 @@ void Engine::State::run_bucket(size_t index) {
   Progress& entry = progress[index];
   int64_t this_round = 0;
   float scale = 1.0f;
+  double factor = 1.0;
   std::optional<BucketAccount> account;
   std::optional<bool> finite;
   {
     std::unique_lock lock(mutex);
-    changed.wait(lock, [&] { return failure || stopped || round.agreed(); });
+    changed.wait(lock, [&] { return failure || stopped || (round.agreed() && !weighing_due); });
     if (failure || stopped) return;
     this_round = round.number();
     scale = grad_scale;
+    factor = weighing.factor(opened.samples);
     account.emplace(lanes[entry.lane].communicators, clock);
     lanes[entry.lane].running = index;
   }
@@ -254,6 +299,7 @@ void Engine::State::run_bucket(size_t index) {
                        if (at::Tensor padding = bucket.padding(); padding.numel() > 0) {
                          padding.zero_();
                        }
+                       weigh(bucket, factor);
                      });
   } catch (...) {
     return fail(with_context(whoami() + ", ", std::current_exception()));
@@ -358,6 +404,7 @@ void Engine::begin_round(const RoundOpening& opening) {
   state.check_device(lock);
   if (state.round.open() && state.round.untouched()) {
     state.grad_scale = opening.grad_scale;
+    if (state.take_late_samples(opening)) state.post_agreement(opening);
     return;
   }
   if (state.round.open() && !state.round.complete()) {
@@ -374,7 +421,7 @@ void Engine::begin_round(const RoundOpening& opening) {
   }
   const bool alone = state.group.size == 1;
   std::optional<WeightsDigest> weights;
-  if (state.options.weights && opening.check_weights && !alone) {
+  if (state.options.weights && opening.has_inputs && !alone) {
     lock.unlock();
     weights = state.options.weights->take(state.round.number() + 1);
     lock.lock();
@@ -384,10 +431,9 @@ void Engine::begin_round(const RoundOpening& opening) {
   state.grad_scale = opening.grad_scale;
   state.error.clear();
   for (State::Progress& bucket : state.progress) bucket.ready.clear();
-  if (alone) return;
-  state.threads[0]->post(
-      [shared = state_.pointer(), round = state.round.number(), opening,
-       weights = std::move(weights)] { shared->run_agreement(round, opening, weights); });
+  state.weighing = {};
+  state.weighing_due = false;
+  if (!alone) state.post_agreement(opening, std::move(weights));
 }
 
 void Engine::check_process() const { state_.check(kOwned); }
@@ -410,6 +456,11 @@ void Engine::await_agreement() {
   State& state = *state_;
   std::unique_lock lock(state.mutex);
   state.block(lock, [&] { return state.round.agreed(); }, "all ranks to start the round");
+}
+
+bool Engine::by_samples() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->weighing.by_samples;
 }
 
 bool Engine::round_open() const {

@@ -14,6 +14,7 @@
 #include "comm/counting_communicator.h"
 #include "engine/accounting.h"
 #include "engine/bucket.h"
+#include "engine/rank_samples.h"
 #include "health/failure_board.h"
 #include "health/straggler_watch.h"
 
@@ -41,11 +42,22 @@ struct EngineOptions {
 
 // Start of a round on this rank.
 struct RoundOpening {
-  float grad_scale = 1.0f;        // the factor that its gradients carry
-  uint64_t frozen = 0;            // AgreementRecord::frozen
-  bool check_weights = true;      // false: this rank's weights need not be the others' now
+  float grad_scale = 1.0f;  // the factor that its gradients carry
+  uint64_t frozen = 0;      // AgreementRecord::frozen
+  // False: this rank's weights need not be the others' now, and its zeros are of no samples.
+  bool has_inputs = true;
   std::optional<int32_t> part{};  // only buckets of it take part; equal on all ranks
+  RankSamples samples{};
+  // The number is that of the next call for this round; `said`: there may be one. Note [Late
+  // samples]
+  bool samples_later = false;
 };
+
+// Note [Late samples]
+// Buffers may be given before the forward that opens the round: in no_sync(), or in an evaluation.
+// Messages need the ranks' agreement, which then opens the round before the number of samples is
+// known, on some ranks or on all. If some rank weighs by samples, all ranks send their records
+// again when they know it, and buckets wait for that; elsewhere it costs nothing.
 
 // Sums over all rounds since construction. Times in nanoseconds of the wall clock: OverlapClock.
 struct EngineStats {
@@ -101,6 +113,9 @@ class Engine {
 
   // Blocks until the ranks agree on the open round.
   void await_agreement();
+
+  // Whether the values of the round, once the ranks have agreed, are weighed by samples.
+  bool by_samples() const;
 
   // True if a round is open and not all of its buckets are done.
   bool round_open() const;

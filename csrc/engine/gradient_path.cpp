@@ -114,8 +114,8 @@ void GradientPath::begin_forward(bool communicates) {
   for (const auto& slot : slots_) needed_ += slot->frozen() ? 0 : 1;
 }
 
-void GradientPath::begin_round(float grad_scale, double result_scale) {
-  engine_->begin_round({.grad_scale = grad_scale, .frozen = frozen_slots()});
+void GradientPath::begin_round(float grad_scale, double result_scale, const RankSamples& samples) {
+  engine_->begin_round({.grad_scale = grad_scale, .frozen = frozen_slots(), .samples = samples});
   result_scale_ = result_scale;
   opened_ = true;
 }
@@ -343,7 +343,7 @@ void GradientPath::refuse_step(const std::string& parameter) const {
 }
 
 void GradientPath::scale_results() {
-  if (result_scale_ == 1.0) return;
+  if (result_scale_ == 1.0 || engine_->by_samples()) return;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   for (size_t i = 0; i < engine_->buckets(); ++i) {
     at::Tensor flat = engine_->bucket(i).flat;

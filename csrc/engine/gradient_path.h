@@ -91,7 +91,8 @@ class GradientPath : public std::enable_shared_from_this<GradientPath> {
   // Opens the engine's round, or continues an open one. The buckets' contents after
   // communication are multiplied by `result_scale`: a mean over fewer ranks than there are, when
   // some have run out of inputs.
-  void begin_round(float grad_scale, double result_scale = 1.0);
+  // `result_scale`: not used where ranks weigh by samples, of which those without inputs have none.
+  void begin_round(float grad_scale, double result_scale = 1.0, const RankSamples& samples = {});
 
   // Called after a communicating forward with the tensors of its output.
   void watch(const std::vector<at::Tensor>& outputs);

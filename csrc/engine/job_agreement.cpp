@@ -18,7 +18,9 @@ constexpr size_t kTextBytes = 400;
 struct JobsRecord {
   uint64_t incarnation;
   uint64_t first;
-  uint64_t count;
+  uint16_t count;
+  uint16_t says_samples;  // RankSamples::said
+  float samples;          // RankSamples::number
   std::array<uint64_t, kMostJobs> jobs;
 };
 static_assert(sizeof(JobsRecord) == 128);
@@ -50,15 +52,18 @@ uint64_t text_hash(const std::string& text) {
   return hash;
 }
 
-size_t agree_on_jobs(Communicator& communicator, const QueuedJobs& mine) {
-  if (communicator.group().size == 1) return mine.jobs.size();
+AgreedJobs agree_on_jobs(Communicator& communicator, const QueuedJobs& mine) {
+  if (communicator.group().size == 1) return {.count = mine.jobs.size(), .weighing = {}};
   JobsRecord record{.incarnation = mine.incarnation,
                     .first = mine.first,
-                    .count = std::min(mine.jobs.size(), kMostJobs),
+                    .count = static_cast<uint16_t>(std::min(mine.jobs.size(), kMostJobs)),
+                    .says_samples = mine.samples.said,
+                    .samples = mine.samples.number,
                     .jobs = {}};
   std::copy_n(mine.jobs.begin(), record.count, record.jobs.begin());
   const std::vector<JobsRecord> all = all_records<JobsRecord>(communicator, {&record, 1});
   size_t count = kMostJobs;
+  std::vector<RankSamples> samples;
   for (size_t rank = 0; rank < all.size(); ++rank) {
     BAGUA_CHECK(all[rank].count >= 1 && all[rank].count <= kMostJobs, "rank ", rank,
                 " sent a damaged record of its jobs.");
@@ -69,6 +74,7 @@ size_t agree_on_jobs(Communicator& communicator, const QueuedJobs& mine) {
                                  ". A rank of an earlier run takes part; restart all ranks."));
     }
     count = std::min<size_t>(count, all[rank].count);
+    samples.push_back({.number = all[rank].samples, .said = all[rank].says_samples != 0});
   }
   size_t equal = 0;
   while (equal < count &&
@@ -78,7 +84,7 @@ size_t agree_on_jobs(Communicator& communicator, const QueuedJobs& mine) {
     ++equal;
   }
   if (equal == 0) throw_difference(communicator, mine);
-  return equal;
+  return {.count = equal, .weighing = weighing_of(samples)};
 }
 
 }  // namespace bagua

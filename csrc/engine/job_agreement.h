@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "engine/rank_samples.h"
 
 namespace bagua {
 
@@ -18,6 +19,13 @@ struct QueuedJobs {
   uint64_t first;              // number of the first one, from 1
   std::vector<uint64_t> jobs;  // hashes of their descriptions, in call order; at least one
   std::string first_text;      // description of the first one
+  RankSamples samples{};       // of all of them
+};
+
+// Equal on all ranks.
+struct AgreedJobs {
+  size_t count;  // that all ranks may run; at least one
+  Weighing weighing;
 };
 
 // Note [Agreement on jobs]
@@ -26,10 +34,9 @@ struct QueuedJobs {
 // network is slower than the ranks: jobs then wait in the queue. No job starts before it has been
 // compared, or buffers of different sizes would be mixed (Note [Agreement]).
 //
-// Waits until every rank has queued a job. Returns the number of jobs, at least one, that all ranks
-// may run: equal on all ranks. Throws MismatchError on every rank if the first jobs differ, with
-// the descriptions of both sides; a difference further behind ends the result before it, and
-// is found by the next call.
-size_t agree_on_jobs(Communicator& communicator, const QueuedJobs& mine);
+// Waits until every rank has queued a job. Throws MismatchError on every rank if the first jobs
+// differ, with the descriptions of both sides; a difference further behind ends the result before
+// it, and is found by the next call.
+AgreedJobs agree_on_jobs(Communicator& communicator, const QueuedJobs& mine);
 
 }  // namespace bagua

@@ -40,6 +40,12 @@ std::vector<c10::Device> devices_of(const at::Tensor& tensor) {
   return {tensor.device()};
 }
 
+double factor_of(const Job& job, const Weighing& weighing) {
+  if (job.weighed == Weighed::kNot) return 1.0;
+  return job.weighed == Weighed::kHere ? weighing.factor(job.samples)
+                                       : weighing.factor_of_multiplied();
+}
+
 LaneOptions checked(LaneOptions options) {
   BAGUA_CHECK_ARG(options.control, "a dynamic lane needs a control communicator.");
   for (const auto& communicator : options.ops) {
@@ -64,6 +70,7 @@ struct DynamicLane::State final : LaneCore {
   std::string outside;  // waits_outside()
   int64_t done = 0;
   int64_t agreed = 0;             // jobs that the ranks have compared
+  Weighing weighing;              // of these jobs
   std::atomic<int64_t> round{0};  // of the last job that was posted
   std::vector<BucketStats> stats;
   std::optional<c10::Stream> stream;
@@ -97,12 +104,17 @@ void DynamicLane::State::await_agreement() {
     if (done < agreed) return;
     mine.first = done + 1;
     mine.first_text = pending.front().text;
-    for (const Pending& entry : pending) mine.jobs.push_back(entry.hash);
+    mine.samples = pending.front().job.samples;
+    for (const Pending& entry : pending) {
+      if (entry.job.samples != mine.samples) break;
+      mine.jobs.push_back(entry.hash);
+    }
   }
   RECORD_FUNCTION("bagua::agreement", {});
-  const size_t count = agree_on_jobs(*core.control, mine);
+  const AgreedJobs found = agree_on_jobs(*core.control, mine);
   const std::lock_guard lock(mutex);
-  agreed += static_cast<int64_t>(count);
+  agreed += static_cast<int64_t>(found.count);
+  weighing = found.weighing;
 }
 
 void DynamicLane::State::run(Pending& entry, std::optional<BucketAccount>& account) {
@@ -110,6 +122,7 @@ void DynamicLane::State::run(Pending& entry, std::optional<BucketAccount>& accou
   at::Tensor flat = entry.job.flat;
   if (!stream) stream = side_stream(flat.device());
   const c10::OptionalStreamGuard on_own_stream(stream);
+  const double factor = factor_of(entry.job, weighing);
   const std::optional<bool> finite =
       run_ops({.flat = flat,
                .ops = plan.ops,
@@ -122,6 +135,7 @@ void DynamicLane::State::run(Pending& entry, std::optional<BucketAccount>& accou
                 // By the tensor: mul_(Scalar) rounds the factor to the dtype of half-precision
                 // tensors.
                 if (plan.scale != 1.0) flat.mul_(at::native::wrapped_scalar_tensor(plan.scale));
+                weigh(flat, factor);
               });
   Future future;
   {

@@ -12,6 +12,7 @@
 #include "base/owner_process.h"
 #include "engine/engine.h"
 #include "engine/lane.h"
+#include "engine/rank_samples.h"
 #include "op/contract/bucket_op.h"
 
 namespace bagua {
@@ -24,11 +25,20 @@ struct JobPlan {
   double scale = 1.0;  // the tensor is multiplied by it before the first op
 };
 
+// Where the values of a job are multiplied by this rank's weight: Note [Weights of ranks].
+enum class Weighed : uint8_t {
+  kHere,    // before the first op
+  kBefore,  // they have been by its number of samples, and are not yet by the sum of all
+  kNot,     // they are no contribution of this rank's samples
+};
+
 struct Job {
   std::shared_ptr<const JobPlan> plan;
   at::Tensor flat;  // contiguous, one-dimensional; changed in place
   int64_t round;    // from 1, never falling
   float grad_scale = 1.0f;
+  RankSamples samples{};
+  Weighed weighed = Weighed::kHere;
 };
 
 // Where an Engine has all buckets up front, here any tensor may come, with any op. All ranks post

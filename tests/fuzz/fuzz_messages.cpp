@@ -1,5 +1,6 @@
 // What ranks send each other, and leave for each other in the store: messages of ops, the agreement
 // record, the failure board.
+#include <cmath>
 #include <string>
 
 #include <ATen/Parallel.h>
@@ -89,7 +90,7 @@ void agreement(Input input) {
   at::Tensor seen = at::zeros({size * static_cast<int64_t>(sizeof mine)}, at::kByte);
   HostileCommunicator(communicator.group(), input).all_gather(shown, seen);
   const auto* records = static_cast<const AgreementRecord*>(seen.const_data_ptr());
-  bool equal = true, same_weights = true, same_before = true, all_show = true;
+  bool equal = true, same_weights = true, same_before = true, all_show = true, possible = true;
   for (int rank = 0; rank < size; ++rank) {
     equal = equal && records[rank].fingerprint == records[0].fingerprint &&
             records[rank].round == records[0].round &&
@@ -98,17 +99,20 @@ void agreement(Input input) {
     same_weights = same_weights && records[rank].weights == records[0].weights;
     same_before = same_before && records[rank].weights_before == records[0].weights_before;
     all_show = all_show && records[rank].flags % 2 == 1;
+    possible = possible && std::isfinite(records[rank].samples) && records[rank].samples >= 0;
   }
   try {
-    const bool agreed = agree(communicator, mine);
-    FUZZ_REQUIRE(equal && agreed == (same_weights || same_before || !all_show));
+    const Agreement agreed = agree(communicator, mine);
+    FUZZ_REQUIRE(equal && possible &&
+                 agreed.equal_weights == (same_weights || same_before || !all_show));
+    FUZZ_REQUIRE(agreed.weighing.total >= 0 && agreed.weighing.factor({}) >= 0);
   } catch (const MismatchError&) {
-    FUZZ_REQUIRE(!equal);
+    FUZZ_REQUIRE(!equal || !possible);
   }
 }
 
 std::vector<Bytes> agreements() {
-  const AgreementRecord record{0x1234567890abcdef, 7, 99, kShowsWeights, 0, 0,
+  const AgreementRecord record{0x1234567890abcdef, 7, 99, kShowsWeights, 0, 3.0f, 0,
                                0xfedcba9876543210, 5};
   return {Example().put(uint8_t{1}).put(record).put(uint8_t{0}),
           Example().put(uint8_t{1}).put(record).put(uint8_t{0xff}).put(record).put(record)};

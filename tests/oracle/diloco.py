@@ -3,7 +3,7 @@
 A fragment's round begins with `x_i` as the ranks have trained them and ends some steps later:
 
 D_i = s(a) - x_i                              s: rounded to the weights' dtype and widened
-D   = mean of the D_i, weighted by squares of samples if they are given
+D   = mean of the D_i, weighted by samples if they are given
 mu, eta: given, or GROWING: mu <- mu + 0.2 (c - 0.2), from 0 to 0.8; eta = 1 - 0.375 mu;
                                               c = cos(D, m), a multiple of 1/256
 m  <- mu m + D;   u = D + mu m or m;   a <- a - eta u;   weights <- weights + s(a) - x_i
@@ -32,7 +32,7 @@ class Ranks:
     ):
         self.models = models
         self.optimizers = [optimizer_of(model) for model in models]
-        self.shares = torch.tensor(samples or [1] * len(models)).double() ** 2
+        self.shares = torch.tensor(samples or [1] * len(models)).double()
         self.rule = outer_optimizer  # with lr, momentum and nesterov; None: GROWING
         self.grown = [0.0] * fragments
         self.interval, self.fragments = interval, fragments
@@ -72,7 +72,8 @@ class Ranks:
     @torch.no_grad()
     def _average_gradients(self):
         for parameters in zip(*(model.parameters() for model in self.models), strict=True):
-            mean = torch.stack([p.grad.double() for p in parameters]).mean(0)
+            gradients = torch.stack([p.grad.double() for p in parameters])
+            mean = torch.tensordot(self.shares, gradients, 1) / self.shares.sum()
             for p in parameters:
                 p.grad.copy_(mean)
 

@@ -36,7 +36,7 @@ def in_rounds(elastic=False, **arguments):
 
     def count_and_step():
         if arguments:
-            model.bagua_algorithm.count_samples(1)
+            model.bagua_samples(1)
         step()
 
     return count_and_step

@@ -60,8 +60,7 @@ def one_is_late(form):
         while made < ROUNDS:
             if rank == LATE and step == INTERVAL + 1:
                 time.sleep(SECONDS)
-            own_step(model, optimizer, step)
-            outer.count_samples(1)
+            own_step(model, optimizer, step, samples=1)
             step += 1
             if outer.outer_rounds > made:
                 made = outer.outer_rounds

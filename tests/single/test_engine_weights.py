@@ -70,7 +70,7 @@ def test_a_rank_that_does_not_take_part_ends_no_round_and_hides_nothing():
     def change(rank, number, tensors):
         if rank == 1 and number == 2:
             tensors[0] += 1
-        return {"check_weights": rank != 1 or number != 2}
+        return {"has_inputs": rank != 1 or number != 2}
 
     for error, done in run_rounds(3, 5, change):
         assert "round 3: ranks hold different weights" in str(error)

@@ -134,9 +134,9 @@ class OuterLoop(Synchronizer):
         fragment.launch(self._local.weights(), self._means)
         if self._is_last(fragment):
             _copy(self._local.mean_buffers(), self._buffers)
+        samples = self.state.rank_weights.launch(fragment.part, self._local.name)
         with self._ranks.held():
-            self.engine.begin_round(part=fragment.part)
-            self._weigh(fragment)
+            self.engine.begin_round(part=fragment.part, samples=samples)
             self.engine.mark_all()
             self._ranks.confirm(self.engine)
         self._bucket_rounds += sum(bucket.part == fragment.part for bucket in self._buckets)
@@ -191,13 +191,6 @@ class OuterLoop(Synchronizer):
     def commit(self, part: int) -> None:
         self._commits[part].commit()
 
-    def _weigh(self, fragment: Fragment) -> None:
-        weights = self.state.rank_weights
-        factor = weights.factor(fragment.part, self._gather, self._local.name)
-        for name in fragment.names if factor != 1 else ():
-            mean = self._means[name]
-            mean.zero_() if factor == 0 else mean.mul_(factor)
-
     def _restart_non_finite(self, fragment: Fragment) -> None:
         for bucket in self._buckets:
             if bucket.part == fragment.part and not self._buffers.keys() & _names(bucket):
@@ -235,8 +228,12 @@ class OuterLoop(Synchronizer):
 
     # Control.
 
-    def step_begins(self, grad_scale: float = 1.0, result_scale: float = 1.0) -> bool:
+    def step_begins(
+        self, grad_scale: float = 1.0, result_scale: float = 1.0, samples: float | None = None
+    ) -> bool:
         self._refuse_inside_anchor("a training forward")
+        if samples is not None:
+            self.state.rank_weights.count(samples)
         self._attempts.forward()
         self._resume()
         return False

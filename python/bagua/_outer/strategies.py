@@ -9,7 +9,6 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import torch
@@ -98,15 +97,15 @@ class FixedRanks:
 class RankWeights:
     """All ranks count alike."""
 
-    def count(self, samples: int) -> None:
-        """This rank has trained on so many more."""
+    def count(self, samples: float) -> None:
+        """This rank trains on so many more."""
 
-    def factor(self, part: int, gather: Callable[[str, int], list[int]], name: str) -> float:
-        """The factor for what fragment ``part`` launches. All ranks call it.
+    def launch(self, part: int, name: str) -> float | None:
+        """The samples that fragment ``part``, which is launched, is of; None: ranks count alike.
 
-        ``gather``: as ``Connections.gather_numbers``; ``name``: of the module.
+        ``name``: of the module.
         """
-        return 1.0
+        return None
 
     def settle(self, part: int) -> None:
         """The last round of a fragment has been made: its samples are in the anchor."""
@@ -120,30 +119,25 @@ class RankWeights:
 
 
 class SampleWeights(RankWeights):
-    """Weighs pseudo-gradients by the squares of the samples that ranks have trained on.
-
-    A rank of weight w scales its pseudo-gradients by w P / sum of w, so that the mean of P ranks is
-    the weighted one. With equal weights that is 1.
-    """
+    """Weighs pseudo-gradients by the samples that ranks have trained on since the last round."""
 
     def __init__(self, fragments: int) -> None:
         # By fragment: samples since its last round, and those of the round under way.
-        self._samples = torch.zeros(fragments, 2, dtype=torch.int64, device="cpu")
+        self._samples = torch.zeros(fragments, 2, dtype=torch.float64, device="cpu")
+        self._said = False
 
-    def count(self, samples: int) -> None:
+    def count(self, samples: float) -> None:
         self._samples[:, 0] += samples
+        self._said = True
 
-    def factor(self, part: int, gather: Callable[[str, int], list[int]], name: str) -> float:
-        own = int(self._samples[part, 0])
-        self._samples[part, 1] = own
-        counted = gather("weighing an outer round", own)
-        total = sum(number**2 for number in counted)
-        if total == 0:
+    def launch(self, part: int, name: str) -> float | None:
+        if not self._said and not self._samples[part, 0]:
             raise _C.BaguaError(
-                f"module '{name}': weight=\"samples\", but no rank has counted any since the "
-                "last round: call model.bagua_algorithm.count_samples() in each step"
+                f"module '{name}': weight=\"samples\", but this rank has not said any: call "
+                "model.bagua_samples() before the forward of each step"
             )
-        return float(Fraction(own**2 * len(counted), total))
+        self._samples[part, 1] = self._samples[part, 0]
+        return float(self._samples[part, 0])
 
     def settle(self, part: int) -> None:
         self._samples[part, 0] -= self._samples[part, 1]

@@ -231,7 +231,9 @@ class AveragingSynchronizer(Synchronizer):
             if not held:
                 self.leave()
 
-    def step_begins(self, grad_scale: float = 1.0, result_scale: float = 1.0) -> bool:
+    def step_begins(
+        self, grad_scale: float = 1.0, result_scale: float = 1.0, samples: float | None = None
+    ) -> bool:
         # In the forward that follows the warm-up the hooks of this object come too late.
         self._before_forward(training=True)
         return False

@@ -276,13 +276,15 @@ class EngineSynchronizer(Synchronizer):
     def begin_forward(self, communicates: bool) -> None:
         self._path.begin_forward(communicates)
 
-    def step_begins(self, grad_scale: float = 1.0, result_scale: float = 1.0) -> bool:
-        self._path.begin_round(grad_scale, result_scale)
+    def step_begins(
+        self, grad_scale: float = 1.0, result_scale: float = 1.0, samples: float | None = None
+    ) -> bool:
+        self._path.begin_round(grad_scale, result_scale, samples)
         before, self._begun = self._begun, self.engine.round
         return self._begun != before
 
     def begin_without_inputs(self, result_scale: float) -> None:
-        self.engine.begin_round(check_weights=False)  # no inputs, no optimizer's step
+        self.engine.begin_round(has_inputs=False)
         self.step_begins(1.0, result_scale)
 
     def agree_on_unfreezing(self, names: list[str]) -> None:
@@ -291,9 +293,9 @@ class EngineSynchronizer(Synchronizer):
         self.engine.await_agreement()
 
     @contextlib.contextmanager
-    def part_of_the_round(self) -> Iterator[None]:
+    def part_of_the_round(self, by_samples: bool = False) -> Iterator[None]:
         if not self.engine.round_open:
-            self.engine.begin_round()
+            self.engine.begin_round(samples=1.0 if by_samples else None, samples_later=True)
         self.engine.await_agreement()
         with part_of_the_round(self.engine):
             yield

@@ -31,11 +31,14 @@ class Synchronizer:
     def begin_forward(self, communicates: bool) -> None:
         """Say before a forward with gradients whether its backwards communicate."""
 
-    def step_begins(self, grad_scale: float = 1.0, result_scale: float = 1.0) -> bool:
+    def step_begins(
+        self, grad_scale: float = 1.0, result_scale: float = 1.0, samples: float | None = None
+    ) -> bool:
         """A forward that trains begins: open a round, or continue the open one.
 
         Gradients will carry the factor ``grad_scale``, and communicated values get ``result_scale``
-        at the end of backward. False if it was called for the open round before.
+        at the end of backward. They are of ``samples``; None: this rank has not said. False if it
+        was called for the open round before.
         """
         return False
 
@@ -43,8 +46,11 @@ class Synchronizer:
         """Open a round of the ranks that still have inputs, on one that has none."""
 
     @contextmanager
-    def part_of_the_round(self) -> Iterator[None]:
-        """Messages of the main thread inside belong to the open round or the next."""
+    def part_of_the_round(self, by_samples: bool = False) -> Iterator[None]:
+        """Messages of the main thread inside belong to the open round or the next.
+
+        ``by_samples``: this rank will say of how many samples the next is.
+        """
         yield
 
     def agree_on_unfreezing(self, names: list[str]) -> None:

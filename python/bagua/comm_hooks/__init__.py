@@ -6,7 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, SupportsFloat, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from bagua._core.state.snapshot import sparse_parameters
 from bagua._ops.operations import Lane, make_ops
 from bagua._sync.handle import LaneHandle
 from bagua._sync.hooks import WeakHook, outside_graphs_lazily
+from bagua._sync.samples import checked
 from bagua.torch_api._session import is_owned
 from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, as_algorithm
@@ -70,6 +71,17 @@ class Handle(LaneHandle):
             grad_scale=grad_scaler.get_scale if scaled and grad_scaler else None,
             outcome=algorithm.outcome if isinstance(algorithm, ErrorFeedbackImpl) else None,
         )
+
+    def bagua_samples(self, number: SupportsFloat) -> None:
+        """Say how many samples, or tokens, this rank's next training forward is of.
+
+        As ``bagua_samples`` of a wrapped module: call it before each training forward, not before
+        those of an evaluation; numbers of forwards inside ``ddp.no_sync()`` add up.
+
+        Raises:
+            ValueError: a number that is not finite, or negative.
+        """
+        self._hook.add_samples(checked(number))
 
     def attach(self, ddp: torch.nn.parallel.DistributedDataParallel) -> None:
         """Make this the hook of torch's ``Reducer``, and have waits in forwards told."""

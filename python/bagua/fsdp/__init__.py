@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from bagua._core.state.snapshot import ignored_names
 from bagua._ops.operations import Lane, codec_named
 from bagua._sync.handle import LaneHandle
 from bagua._sync.hooks import outside_graphs_lazily
+from bagua._sync.samples import SaidSamples
 from bagua.fsdp._collectives import AllGather, ReduceScatter, all_reduce_can_be_replaced
 from bagua.torch_api._patch import watch_fully_shard
 from bagua.torch_api._session import is_owned
@@ -146,6 +147,7 @@ class Handle(LaneHandle):
             flat = torch.empty(numel, device=lane.device)
             ledger.take(Page(flat, [(module, flat)], outcome))
         self._memories = {page.names[0]: page.memory for page in ledger.pages}
+        self._sums_by_torch = not options.reduce_scatter and groups.replicas is None
         self.rounds = Rounds(self._memories, outcome, options.read_scale)
 
     @property
@@ -155,6 +157,23 @@ class Handle(LaneHandle):
     def is_of_replicas(self, group: dist.ProcessGroup | None) -> bool:
         replicas = self._groups.replicas
         return replicas is not None and dist.get_process_group_ranks(group) == replicas.ranks
+
+    def bagua_samples(self, number: SupportsFloat) -> None:
+        """Say how many samples, or tokens, this rank's next training forward is of.
+
+        As ``bagua_samples`` of a wrapped module; numbers of forwards whose backwards reduce nothing
+        (``set_requires_gradient_sync(False)``) add up.
+
+        Raises:
+            ValueError: a number that is not finite, or negative.
+            NotImplementedError: gradients are reduced by torch alone.
+        """
+        if self._sums_by_torch:
+            raise NotImplementedError(
+                "bagua.fsdp: bagua_samples() after compress(reduce_scatter=False), which leaves "
+                "gradients to torch, without weights of ranks: leave reduce_scatter out"
+            )
+        self.rounds.said.add(number)
 
     # Calls of the collectives, on autograd's threads and the main thread, one at a time.
 
@@ -180,10 +199,23 @@ class Handle(LaneHandle):
             self._check_numel(module, flat, memory)
         self._run(f"{module}.gradients", flat, (divisor,), make)
 
+    def multiply(self, module: str, flat: torch.Tensor) -> None:
+        """Before torch reduces ``flat`` over shards: the replicas' sum is divided by all samples.
+
+        This is the only agreement of HSDP in a step, and it comes after torch's message.
+        """
+        if not self.has_replicas:
+            return
+        self.rounds.reduce(module, "shards")
+        self.rounds.multiplied.add(module)
+        if self.rounds.samples is not None:
+            flat.mul_(self.rounds.samples) if self.rounds.samples else flat.zero_()
+
     def all_reduce(self, module: str, flat: torch.Tensor, mean: bool) -> None:
         """Replace ``flat``, 1-D, by its mean or sum over all replicas."""
         assert self._groups.replicas is not None
         self.rounds.reduce(module, "replicas")
+        weighed = self.rounds.weighed(module)
         members = self._members[self._groups.replicas]
         op = _C.ReduceOp.AVG if mean else _C.ReduceOp.SUM
 
@@ -196,7 +228,7 @@ class Handle(LaneHandle):
                 checksum=env.get_checksum(),
             )
 
-        self._run(f"{module}.replicas", flat, (mean,), make)
+        self._run(f"{module}.replicas", flat, (mean,), make, weighed)
 
     def all_gather(self, module: str, flat: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Fill ``flat``, 1-D, of which this rank's part is there, with the parts of all ranks."""
@@ -210,7 +242,7 @@ class Handle(LaneHandle):
                 checksum=env.get_checksum(),
             )
 
-        self._run(f"{module}.weights", flat, (), make)
+        self._run(f"{module}.weights", flat, (), make, _C.Weighed.NOT)
 
     @contextmanager
     def outside_the_lane(self, what: str, module: str) -> Iterator[None]:
@@ -232,6 +264,7 @@ class Handle(LaneHandle):
         flat: torch.Tensor,
         arguments: tuple[Any, ...],
         make: Callable[[], _C.BucketOp],
+        weighed: _C.Weighed = _C.Weighed.HERE,
     ) -> None:
         key = (bucket, flat.dtype, flat.device, *arguments)
         if key not in self._operations:
@@ -242,6 +275,8 @@ class Handle(LaneHandle):
             flat,
             round=max(1, self.rounds.number),
             grad_scale=self.rounds.grad_scale,
+            samples=self.rounds.samples,
+            weighed=weighed,
         ).wait()
 
     def _of(
@@ -302,6 +337,9 @@ class Rounds:
         self._read_scale = read_scale
         self._came: set[tuple[str, str]] = set()  # (module, ranks)
         self._ended = True
+        self.said = SaidSamples()
+        self.samples: float | None = None  # of the round
+        self.multiplied: set[str] = set()  # modules whose replicas have still to divide
         self.number = 0
         self.grad_scale = 1.0
 
@@ -316,8 +354,23 @@ class Rounds:
             self._ended = False
             self.number += 1
             self._came = set()
+            if self.multiplied and self.samples is not None:
+                raise _C.BaguaError(
+                    f"bagua.fsdp: the gradients of '{min(self.multiplied)}' were reduced over "
+                    "their shards again before their replicas (set_requires_all_reduce(False)), "
+                    "which bagua_samples() does not allow: use set_requires_gradient_sync(False)"
+                )
+            self.samples, self.multiplied = self.said.take(), set()
             self.grad_scale = self._read_scale()
         self._came.add((module, over))
+
+    def weighed(self, module: str) -> _C.Weighed:
+        """Where what replicas are about to reduce is multiplied by this rank's weight."""
+        if module in self.multiplied:
+            self.multiplied.remove(module)
+            return _C.Weighed.BEFORE
+        summed = (module, "shards") in self._came
+        return _C.Weighed.NOT if summed else _C.Weighed.HERE
 
     def settle(self) -> None:
         """Between rounds: memories hold what they are to hold in the next one."""
@@ -587,6 +640,7 @@ def _watch_forwards(
         if torch._C._current_graph_task_id() >= 0:
             return  # recomputed for an activation checkpoint
         rounds.end()
+        rounds.said.forward_begins(torch.is_grad_enabled())
         if watch is not None and torch.is_grad_enabled():
             watch.before_forward(module)
 

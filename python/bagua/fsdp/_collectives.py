@@ -68,6 +68,7 @@ class ReduceScatter(_Collective):
     ) -> None:
         """``output_tensor``: 1-D [n]; ``input_tensor``: 1-D [ranks * n], which is overwritten."""
         if not self._compressed:
+            self._handle.multiply(self._module, input_tensor)
             with self._handle.outside_the_lane("reducing the gradients", self._module):
                 _reduce_scatter(output_tensor, input_tensor, group=group, op=op)
             return

@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from bagua._core.state.snapshot import ModuleSnapshot, sample
 from bagua._core.state.statistics import statistics
 from bagua._sync.hooks import WeakHook, outside_graphs, tensors_in
 from bagua._sync.optimizer_steps import MissingSteps, only_makes_state, part_of_a_step
+from bagua._sync.samples import SaidSamples
 from bagua._sync.synchronizer import Synchronizer
 from bagua._watch.publisher import publish
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, name_of
@@ -91,6 +92,7 @@ class Session:
         # The next forward gets the first rank's buffers: it is the first, or the one before
         # communicated.
         self.buffers_due = True
+        self.samples = SaidSamples()  # by which this rank weighs in the next round
         self.bagua_train_step_counter = 0
         self.bagua_buckets: list[BaguaBucket] = []
         self.bagua_algorithm: AlgorithmImpl = algorithm.reify(process_group)
@@ -389,6 +391,16 @@ class Session:
 
     # One step, in the order in which things happen.
 
+    def bagua_samples(self, number: SupportsFloat) -> None:
+        """See :meth:`BaguaModule.bagua_samples`."""
+        if self.bagua_algorithm.traits.opens_at_forward:
+            raise NotImplementedError(
+                f"module '{self.bagua_module_name}': bagua_samples() weighs gradients and outer "
+                f"rounds, and {type(self.bagua_algorithm).__name__} averages weights, in which all "
+                "ranks count alike. Leave it out, or take another algorithm."
+            )
+        self.samples.add(number)
+
     def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
         """Prepare a forward: Note [Which backward communicates] in the C++ core.
 
@@ -399,6 +411,7 @@ class Session:
         if self._running.in_backward:
             return  # recomputed for an activation checkpoint
         with_gradients = torch.is_grad_enabled()
+        self.samples.forward_begins(with_gradients)
         syncs = with_gradients and self.require_backward_grad_sync
         communicates = syncs and self._snapshot.trains(module)
         now = module.training or self.joining or self.bagua_algorithm.traits.opens_at_forward
@@ -449,14 +462,15 @@ class Session:
         scale = 1.0
         if self._grad_scaler is not None and self.bagua_algorithm.traits.reads_grad_scale:
             scale = self._grad_scaler.get_scale()
-        return self._running.step_begins(scale, self.result_scale)
+        return self._running.step_begins(scale, self.result_scale, self.samples.take())
 
     def _give_buffers(self) -> None:
         """Give every rank the buffers of one, as a part of the open round or the next."""
         buffers = self._snapshot.buffers(self.module) if self.broadcast_buffers else []
         if self.process_group.size == 1 or not buffers:
             return
-        with self.traffic.counted("buffers"), self._running.part_of_the_round():
+        by_samples = self.samples.ever
+        with self.traffic.counted("buffers"), self._running.part_of_the_round(by_samples):
             connections = self.process_group.connections
             broadcast_tensors(buffers, connections, self.buffers_source)
 

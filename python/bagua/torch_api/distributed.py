@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -194,6 +194,30 @@ class BaguaModule(torch.nn.Module):
     def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
         """``(name, parameter)`` of all parameters that are trained and not ignored."""
         return self.bagua_ddp.bagua_build_params()
+
+    def bagua_samples(self, number: SupportsFloat) -> None:
+        """Say how many samples, or tokens, this rank's next training forward is of.
+
+        The result of a step is then the mean of the ranks' gradients weighted by these numbers, as
+        of one process with all samples; a rank that says none counts 1. Call it before each
+        training forward; the numbers of forwards inside :meth:`no_sync` add up. It sends nothing:
+        numbers travel, as float32, with what opens a round.
+
+        Args:
+            number: finite, 0 or more. A rank with 0 contributes zeros; with 0 on all ranks the
+                gradients are zero. Only the numbers' ratios matter.
+
+        Raises:
+            ValueError: a number that cannot be.
+            NotImplementedError: the algorithm averages weights (``decentralized``, ``async``).
+            BaguaError: from the next forward: the step has begun with another number.
+
+        Example::
+
+            model.bagua_samples(len(targets))
+            loss_function(model(inputs), targets).backward()  # the mean over this rank's targets
+        """
+        self.bagua_ddp.bagua_samples(number)
 
     def bagua_stats(self) -> dict[str, Any]:
         """Bytes that this rank sent and times it took, since the buckets were built.

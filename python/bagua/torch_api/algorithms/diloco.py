@@ -100,9 +100,9 @@ class DiLoCoAlgorithm(Algorithm):
             of the last round, and likewise to the mean of its part of a bucket. Takes 8 bytes per
             parameter, and 8 / ranks. None: with codecs of less than 16 bits.
         hierarchical: exact inside a node, ``codec`` between the nodes' leaders.
-        weight: of a rank in the mean: ``"ranks"``, all alike; or ``"samples"``, the square of those
-            that it has trained on since the last round, which the training loop counts by
-            ``model.bagua_algorithm.count_samples(n)``.
+        weight: of a rank in the mean of a round: ``"ranks"``, all alike; or ``"samples"``, those
+            that it has trained on since its last round, as ``model.bagua_samples(n)`` says before
+            each forward.
         warmup_steps: iterations with exact all-reduce of gradients before the first local step.
         elastic: training goes on without lost ranks, see :class:`Elastic`; True: ``Elastic()``.
             False: a lost rank is an error.
@@ -435,19 +435,6 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
             if self._ranks.failure is None:
                 return
 
-    def count_samples(self, samples: int) -> None:
-        """With ``weight="samples"``: this rank has trained on so many more, tokens for example.
-
-        Call it after each step's forward. In the warm-up, and with other weights, nothing counts.
-
-        Raises:
-            ValueError: a negative number.
-        """
-        if samples < 0:
-            raise ValueError(f"count_samples({samples}): a number of samples is 0 or more")
-        if self._loop is not None:
-            self._loop.state.rank_weights.count(samples)
-
     @property
     def outer_rounds(self) -> int:
         """Rounds that have changed the anchor."""
@@ -550,6 +537,7 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
             for key, like in outer.rank_weights.named_state():  # where they count something else
                 saved = state.get(self._own(key))
                 fits = isinstance(saved, torch.Tensor) and saved.shape == like.shape and same_plan
+                fits = fits and saved.dtype == like.dtype  # type: ignore[union-attr]
                 tensors[self._own(key)] = (
                     saved_tensor(state, self._own(key), like, REMEDY)
                     if fits
