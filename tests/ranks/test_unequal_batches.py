@@ -274,6 +274,26 @@ def test_a_rank_without_tokens_weighs_nothing_though_its_loss_is_nan(ranks):
         assert len(set(ranks(2, packed, empty))) == 1
 
 
+@training.with_group
+def two_backwards():
+    """Gradients of a second backward through one forward, and the mean of all samples."""
+    rank, model = dist.get_rank(), training.network()
+    model.with_bagua([training.sgd(model)], GradientAllReduceAlgorithm())
+    twin = copy.deepcopy(model)
+    model.bagua_samples(ROWS[rank])
+    loss = training.squared_error(model, training.batch(0, rank, rows=ROWS[rank]))
+    loss.backward(retain_graph=True)
+    model.zero_grad()
+    loss.backward()
+    training.squared_error(twin, whole(0, ROWS)).backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=1e-7)
+
+
+def test_every_backward_of_a_forward_has_its_number(ranks):
+    ranks(3, two_backwards)
+
+
 class Words(nn.Module):
     def __init__(self):
         super().__init__()
