@@ -72,6 +72,13 @@ def test_counters_that_do_not_go_on_are_no_rates(later):
     assert (row.steps, row.sent) == (0.0, 0.0)
 
 
+def test_the_last_line_says_how_much_less_the_slowest_rank_is_to_get():
+    lines = table(rows([1.0, 1.1, 0.9, 0.1]), 4, "bagua top: h:1")
+    assert lines[-1] == "rank 3 takes 1.9 times as long: give it 0.53 of the batch"
+    for blocked in ([1.0, 0.9, 1.1], [0.1, 0.0], [2.0, 0.1], [3.0, 0.1]):
+        assert "batch" not in table(rows(blocked), len(blocked), "bagua top: h:1")[-1]
+
+
 def test_lines_have_80_columns_whatever_the_numbers():
     extreme = {"host": "h" * 50, "rounds": 10**9, "bytes_sent": 2 * 10**15, "encode_ns": 10**10}
     lines = table(rows([0.1, 100.0, 100.0], **extreme), 3, "bagua top: " + "x" * 90)

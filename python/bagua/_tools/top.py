@@ -38,7 +38,8 @@ ranks (the seconds from one publication of their statistics to the next).
   enc            share of the time encoding, decoding and adding
   wait           share of the time that full buckets waited for their turn
   blocked        share of the time that training was blocked
-  slowest        the rank for which the others wait
+  slowest        the rank for which the others wait; the last line says by how
+                 much its batch is too large
 
 It ends with the job, or by Ctrl-C.
 """
@@ -47,6 +48,7 @@ _CLEAR = "\x1b[H\x1b[J"
 _PATIENCE = timedelta(seconds=5)
 _SILENT_PUBLICATIONS = 5  # of which nothing was heard
 _BLOCKED = 0.1  # share of its time that a rank waits for a straggler, at least
+_COMPUTES = 0.02  # share of its time that a rank does not wait, at least, to compare by it
 _NUMBERS = ("world", "rank", "node", "pid", "number", "rounds", "bytes_sent", "bytes_received")
 _MOST = {"world": 1 << 16, "rank": 1 << 16}  # of the numbers; of others what 63 bits say
 _WIDTH = 80
@@ -257,7 +259,21 @@ def table(rows: Sequence[Row], world: int, title: str) -> list[str]:
             f"{row.blocked:>7.0%} {row.mark}"
         )
         lines.append(line.rstrip()[:_WIDTH])
-    return lines
+    return [*lines, *_advice(rows)]
+
+
+def _advice(rows: Sequence[Row]) -> list[str]:
+    """How much less the slowest rank is to get, where the others' own time is known."""
+    slow = [1 - row.blocked for row in rows if row.mark == "slowest"]
+    others = [1 - row.blocked for row in rows if not row.mark]
+    if not slow or statistics.median(others) < _COMPUTES:
+        return []
+    times = slow[0] / statistics.median(others)
+    (rank,) = (row.rank for row in rows if row.mark == "slowest")
+    return [
+        "",
+        f"rank {rank} takes {times:.1f} times as long: give it {1 / times:.2f} of the batch",
+    ]
 
 
 def _row(now: Publication, before: Publication | None) -> Row:
