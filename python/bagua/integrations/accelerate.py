@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, SupportsFloat, TypeAlias
 
 import accelerate
 import torch
@@ -55,6 +55,9 @@ class Wrapped:
     def stats(self) -> dict[str, Any]:
         return self.session.stats()
 
+    def bagua_samples(self, number: SupportsFloat) -> None:
+        self.session.bagua_samples(number)
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: the algorithm's and, where ranks differ, weights and optimizers."""
         return rank_state(self.session)
@@ -91,6 +94,19 @@ class Hooks:
         known = {module(): handle for module, handle in self._known}
         inner = [module for model in models for module in model.modules()]
         return [known[module] for module in inner if module in known]
+
+    def bagua_samples(self, number: SupportsFloat) -> None:
+        """Say how many samples, or tokens, the next training forward of this rank is of.
+
+        That of the model that was prepared last; before each forward, also inside
+        ``accelerator.accumulate``. Ranks then weigh by these numbers. One process ignores it.
+
+        Raises:
+            ValueError: a number that is not finite, or negative.
+            NotImplementedError: the algorithm averages weights.
+        """
+        for handle in self.handles[-1:]:
+            handle.bagua_samples(number)
 
     def __reduce__(self) -> Any:
         return Hooks, ()

@@ -34,7 +34,9 @@ _AVERAGES_TOKENS = "average_tokens_across_devices"
 _METHODS = (_SAVE, _LOAD, _NEW_ACCELERATOR, _LOAD_BEST, _TRAIN, *_SHOWN)
 
 
-def use(trainer: transformers.Trainer, algorithm: str | Algorithm) -> Hooks:
+def use(
+    trainer: transformers.Trainer, algorithm: str | Algorithm, *, samples: bool = False
+) -> Hooks:
     """Have ``trainer`` train by ``algorithm``. Call it on every rank::
 
         trainer = Trainer(model, arguments, train_dataset=data)
@@ -51,6 +53,10 @@ def use(trainer: transformers.Trainer, algorithm: str | Algorithm) -> Hooks:
 
     Args:
         algorithm: a registered name, or an object of ``bagua.torch_api.algorithms``.
+        samples: ranks weigh in each step by their numbers of tokens, ``num_items_in_batch``, or of
+            samples where the trainer counts no tokens. The trainer then gathers no numbers
+            (``average_tokens_across_devices`` is off), which saves a wait in every step; the loss
+            that it logs is the mean of the ranks' losses.
 
     Returns:
         The hooks, for their statistics.
@@ -92,12 +98,17 @@ def use(trainer: transformers.Trainer, algorithm: str | Algorithm) -> Hooks:
         lambda: _accelerate.install(trainer.accelerator, algorithm, hooks),
     )
     _extend_rounds(trainer, hooks)
-    _count_own_tokens(trainer, hooks)
+    if samples and not hasattr(trainer, _NEXT_BATCHES):
+        raise RuntimeError(
+            f"use(samples=True): the Trainer of transformers {transformers.__version__} has no "
+            f"{_NEXT_BATCHES}; transformers {TESTED} is known to work"
+        )
+    _count_own_tokens(trainer, hooks, samples)
     return hooks
 
 
-def _count_own_tokens(trainer: Any, hooks: Hooks) -> None:
-    """Divide losses by this rank's tokens where ranks train by themselves.
+def _count_own_tokens(trainer: Any, hooks: Hooks, samples: bool) -> None:
+    """Divide losses by this rank's tokens where ranks weigh by them, or train by themselves.
 
     Gathering the numbers of all ranks, ``average_tokens_across_devices``, is a wait in every step.
     The arguments, which may be another trainer's too, are copied.
@@ -105,15 +116,25 @@ def _count_own_tokens(trainer: Any, hooks: Hooks) -> None:
 
     @contextmanager
     def alone() -> Iterator[None]:
-        if getattr(trainer.args, _AVERAGES_TOKENS, False) and any(
-            part.session.bagua_algorithm.traits.ranks_agree is False for part in _wrapped(hooks)
-        ):
+        own = (part.session.bagua_algorithm.traits.ranks_agree is False for part in _wrapped(hooks))
+        if getattr(trainer.args, _AVERAGES_TOKENS, False) and (samples or any(own)):
             trainer.args = copy.copy(trainer.args)
             setattr(trainer.args, _AVERAGES_TOKENS, False)
         yield
 
-    if hasattr(trainer, _NEXT_BATCHES):
-        _surround(trainer, _NEXT_BATCHES, alone)
+    if not hasattr(trainer, _NEXT_BATCHES):
+        return
+    _surround(trainer, _NEXT_BATCHES, alone)
+    next_batches = getattr(trainer, _NEXT_BATCHES)
+
+    def say(*arguments: Any, **options: Any) -> Any:
+        batches, tokens = next_batches(*arguments, **options)
+        rows = (len(next(iter(batch.values()))) for batch in batches)
+        hooks.bagua_samples(sum(rows) if tokens is None else tokens)
+        return batches, tokens
+
+    if samples:
+        setattr(trainer, _NEXT_BATCHES, say)
 
 
 def _extend_rounds(trainer: Any, hooks: Hooks) -> None:

@@ -16,12 +16,12 @@ import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 
@@ -74,6 +74,8 @@ class _TrainerMethods:
             process_group_backend, timeout, start_method: as ``DDPStrategy`` has them.
         find_unused_parameters, broadcast_buffers, bucket_cap_mb, static_graph, guard: as
             ``bagua.torch_api.data_parallel.DistributedDataParallel`` has them.
+        samples: a function from a batch to the number of its samples or tokens, by which ranks
+            weigh in a step, such as ``lambda batch: len(batch[0])``. None: they count alike.
         bagua_kwargs: arguments of the algorithm, where it is given by name.
 
     Raises:
@@ -87,7 +89,7 @@ class _TrainerMethods:
         *("setup_distributed", "setup", "configure_ddp", "determine_ddp_device_ids"),
         *("pre_backward", "post_backward", "on_validation_start", "on_validation_end"),
         *("teardown", "lightning_module_state_dict", "save_checkpoint"),
-        *("load_optimizer_state_dict", "_configure_launcher"),
+        *("load_optimizer_state_dict", "_configure_launcher", "training_step"),
     )
     #: Starts ranks as children of this process; set by the subclass.
     launcher_class: type
@@ -119,6 +121,7 @@ class _TrainerMethods:
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
         start_method: str = "popen",
+        samples: Callable[[Any], SupportsFloat] | None = None,
         **bagua_kwargs: Any,
     ) -> None:
         self._wrapping = _Wrapping(
@@ -132,6 +135,7 @@ class _TrainerMethods:
             guard=guard,
         )
         self._start_method = start_method
+        self._samples = samples
         self._end_of_fit: dict[str, Any] = {}
         self._anchor = ExitStack()  # of a validation
         self._validating = False
@@ -168,6 +172,8 @@ class _TrainerMethods:
         self._end_of_fit, self.end_of_children = {}, None
         if trainer.state.fn == _FITTING:
             self.model = self._setup_model(self.model)
+            if self._wrapper and self._samples is not None:
+                self._wrapper.bagua_samples(0)  # before the sanity check gives buffers
             if (
                 self._wrapper
                 and self._wrapper.bagua_ddp.bagua_algorithm.traits.ranks_agree is False
@@ -191,6 +197,12 @@ class _TrainerMethods:
         return self.model if isinstance(self.model, DistributedDataParallel) else None
 
     # Training.
+
+    def training_step(self, *arguments: Any, **options: Any) -> Any:
+        """Say of how many samples the batch is, the first argument."""
+        if self._wrapper is not None and self._samples is not None:
+            self._wrapper.bagua_samples(self._samples(arguments[0]))
+        return super().training_step(*arguments, **options)  # type: ignore[misc]
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """In manual optimization: have this backward, inside of the forward, communicate."""

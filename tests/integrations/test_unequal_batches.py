@@ -1,0 +1,183 @@
+"""Ranks weigh by their samples or tokens under transformers, Accelerate and Lightning."""
+
+import copy
+import os
+
+import torch
+import torch.distributed as dist
+from bagua.torch_api.algorithms import ByteGradAlgorithm
+from integrations import accelerate_state
+from support import training
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+STEPS = 3
+ROWS = (2, 6)
+
+
+def own_batch(step):
+    return training.batch(step, dist.get_rank(), rows=ROWS[dist.get_rank()])
+
+
+def alone(model):
+    """`model`, trained in one process on the batches of all ranks."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        parts = [training.batch(step, rank, rows=n) for rank, n in enumerate(ROWS)]
+        optimizer.zero_grad()
+        data = tuple(torch.cat(side) for side in zip(*parts, strict=True))
+        training.squared_error(model, data).backward()
+        optimizer.step()
+    return model
+
+
+def by_accelerate(algorithm):
+    import accelerate
+    from bagua.integrations.accelerate import use
+
+    accelerate_state.forget()
+    own = accelerate.Accelerator(cpu=True)
+    hooks = use(own, algorithm)
+    net = training.network()
+    expected = alone(copy.deepcopy(net))
+    model, optimizer = own.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for step in range(STEPS):
+        inputs, targets = own_batch(step)
+        hooks.bagua_samples(len(targets))
+        optimizer.zero_grad()
+        own.backward((model(inputs) - targets).square().mean())
+        optimizer.step()
+    return _distance(net, expected), training.bits(net.parameters())
+
+
+def _distance(model, expected):
+    pairs = zip(model.parameters(), expected.parameters(), strict=True)
+    return max(float((p - q).abs().max()) for p, q in pairs)
+
+
+def test_unequal_batches_under_accelerate_train_as_one_process(ranks):
+    results = ranks(2, by_accelerate, "gradient_allreduce")
+    assert max(distance for distance, _ in results) < 1e-6
+    assert len({bits for _, bits in results}) == 1
+    wide = ranks(2, by_accelerate, ByteGradAlgorithm(hierarchical=False))
+    assert max(distance for distance, _ in wide) < 0.05
+
+
+def by_lightning(samples):
+    import bagua.lightning
+    from lightning import pytorch as lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = training.network()
+
+        def training_step(self, batch, _):
+            return (self.net(batch[0]) - batch[1]).square().mean()
+
+        def validation_step(self, batch, _):
+            self.net(batch[0])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    rank, module = int(os.environ["RANK"]), Module()
+    expected = alone(copy.deepcopy(module.net)) if dist.is_initialized() else None
+    batches = [training.batch(step, rank, rows=ROWS[rank]) for step in range(STEPS)]
+    loader = torch.utils.data.DataLoader(batches, batch_size=None)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        strategy=bagua.lightning.BaguaStrategy("gradient_allreduce", samples=samples),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, loader, loader)
+    expected = expected or alone(training.network())
+    return _distance(module.net, expected), training.bits(module.parameters())
+
+
+def rows_of(batch):
+    return len(batch[0])
+
+
+def test_unequal_batches_under_lightning_train_as_one_process(ranks):
+    results = ranks(2, by_lightning, rows_of)
+    assert max(distance for distance, _ in results) < 1e-6
+    assert len({bits for _, bits in results}) == 1
+    assert min(distance for distance, _ in ranks(2, by_lightning, None)) > 1e-4
+
+
+class Tagger(nn.Module):
+    """A loss over tokens, divided by the trainer's number."""
+
+    accepts_loss_kwargs = True
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(6, 4)
+
+    def forward(self, inputs, labels, num_items_in_batch=None):
+        logits = self.net(inputs).flatten(0, 1)
+        total = cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
+        tokens = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        return {"loss": total / tokens}
+
+
+def sentences():
+    """Of 1 to 7 tokens that count."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(48, 7, 6, generator=generator)
+    labels = inputs[..., :4].argmax(-1)
+    lengths = torch.randint(1, 8, (48,), generator=generator)
+    labels[torch.arange(7) >= lengths[:, None]] = -100
+    return [{"inputs": x, "labels": y} for x, y in zip(inputs, labels, strict=True)]
+
+
+def by_trainer(folder, accumulated, algorithm, **use_options):
+    import transformers
+    from bagua.integrations.transformers import use
+
+    accelerate_state.forget()
+    arguments = transformers.TrainingArguments(
+        folder,
+        num_train_epochs=1,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=accumulated,
+        use_cpu=True,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        lr_scheduler_type="constant",
+        learning_rate=0.1,
+        optim="sgd",
+        average_tokens_across_devices=algorithm is None,
+    )
+    model = Tagger()
+    trainer = transformers.Trainer(model, arguments, train_dataset=sentences())
+    if algorithm is not None:
+        use(trainer, algorithm, **use_options)
+    trainer.train()
+    return model
+
+
+def trainers(folder, accumulated):
+    """Distances from the plain trainer's weights: with numbers, without; bits of the former."""
+    plain = by_trainer(folder, accumulated, None)
+    said = by_trainer(folder, accumulated, "gradient_allreduce", samples=True)
+    alike = by_trainer(folder, accumulated, "gradient_allreduce")
+    return _distance(said, plain), _distance(alike, plain), training.bits(said.parameters())
+
+
+def test_unequal_tokens_under_the_trainer_train_as_the_plain_trainer(ranks, tmp_path):
+    for accumulated in (1, 2):
+        results = ranks(2, trainers, str(tmp_path), accumulated)
+        for said, alike, _ in results:
+            assert said < 1e-6 < 1e-4 < alike
+        assert len({bits for *_, bits in results}) == 1
