@@ -48,6 +48,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from bagua import _C
+from bagua._core.group.grace import Grace
 from bagua._core.group.rendezvous import (
     append,
     forget,
@@ -288,19 +289,16 @@ class Membership:
         """Who is late for a round, which is decided, perhaps by this process."""
         append(self._store, f"{key}/here", f"{json.dumps([self._rank])}\n")
         pulse, pause = Pulse(self._store), _Pause()
-        began, complete = time.monotonic(), 0.0
+        waits = Grace(least, grace)
         while (late := self._found_late(key)) is None:
-            now = time.monotonic() - began
             here = self._here(key, lambda line: None)
             missing = {rank: life for rank, life in self.lives.items() if rank not in here}
             first = self.lives[next(iter(here), self._rank)]
             pulse.look([*missing.values(), first] if missing else [])
             waited_for = [rank for rank, life in missing.items() if not pulse.silent(life)]
             decides = not missing or first == self.lives[self._rank] or pulse.silent(first)
-            if len(here) < least:
-                complete = now
-            over = now - complete > min(grace, max(1.0, 2 * complete))
-            if now > self._timeout.total_seconds() or (decides and (over or not waited_for)):
+            over = waits.over(len(here), len(waited_for))
+            if waits.waited > self._timeout.total_seconds() or (decides and over):
                 joins = [_SOMEONE_JOINS] if self.requests() else []
                 self._store.compare_set(f"{key}/late", "", json.dumps([*missing, *joins]))
                 self._forget_round(self._gathered - 2)
