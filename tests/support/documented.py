@@ -27,6 +27,7 @@ COMMANDS = [
     (r"torchrun .*docs/examples/resume\.py --folder checkpoints", "tests/deep/test_restarts.py"),
     (r"torchrun .*docs/examples/elastic(_islands\.py .*|\.py)",
      "tests/deep/test_elastic_example.py"),
+    (r"python docs/examples/mailbox\.py .*", "tests/deep/test_mailbox_jobs.py"),
     (r"torchrun .*docs/examples/comm_hook\.py.*", "tests/ranks/test_comm_hook_example.py"),
     (r"torchrun .*docs/examples/integrations/fsdp\.py( --replicas 3)?",
      "tests/deep/test_fsdp_example.py"),

@@ -75,6 +75,8 @@ class OuterLoop(Synchronizer):
 
     Attributes:
         engine: averages the pseudo-gradients.
+        name: of the module; ``weights`` returns its weights by name.
+        buckets: as given; so is ``schedule``.
     """
 
     def __init__(
@@ -95,15 +97,16 @@ class OuterLoop(Synchronizer):
         self.communicators, self.lanes = plan.communicators, plan.lanes
         self.state = state
         self._anchored = False
+        self.name, self.weights = local.name, local.weights
         self._local = local
-        self._schedule = schedule
+        self.schedule = schedule
         self._ranks = ranks
         self._commits = commits
         named = [dict(bucket.named_views()) for bucket in buckets]
         self._means = {name: view for views in named for name, view in views.items()}
         weights = {name for fragment in state.fragments for name in fragment.names}
         self._buffers = {name: v for name, v in self._means.items() if name not in weights}
-        self._buckets = list(buckets)
+        self.buckets = list(buckets)
         self._bucket_rounds = 0  # launched, of all buckets
         self._attempts = StepAttempts(local.optimizers[-1], self._after_step)
 
@@ -114,20 +117,20 @@ class OuterLoop(Synchronizer):
         self.state.steps += 1
         self.state.train_all()
         self._attempt(self._make_rounds)
-        if self.state.steps == self._schedule.interval:
+        if self.state.steps == self.schedule.interval:
             self.state.steps = 0
 
     def _make_rounds(self) -> None:
         if self.state.result_due():
-            self._use(late=True)
-        part = self._schedule.launched_after(self.state.steps)
+            self.use(late=True)
+        part = self.schedule.launched_after(self.state.steps)
         if part is not None and self._ranks.gathered(part):
             self._round(part)
 
     def _round(self, part: int) -> None:
-        self._launch(self.state.fragments[part], self._schedule.overlap)
+        self._launch(self.state.fragments[part], self.schedule.overlap)
         if not self.overlaps:
-            self._use(late=False)
+            self.use(late=False)
 
     def _launch(self, fragment: Fragment, due: int) -> None:
         """2. Send the pseudo-gradients of a fragment. All ranks call it for the same rounds."""
@@ -139,7 +142,7 @@ class OuterLoop(Synchronizer):
             self.engine.begin_round(part=fragment.part, samples=samples)
             self.engine.mark_all()
             self._ranks.confirm(self.engine)
-        self._bucket_rounds += sum(bucket.part == fragment.part for bucket in self._buckets)
+        self._bucket_rounds += sum(bucket.part == fragment.part for bucket in self.buckets)
         self.state.begin_round(fragment, due)
 
     def _receive(self) -> None:
@@ -148,17 +151,23 @@ class OuterLoop(Synchronizer):
         if pending is not None and not pending.received:
             self._ranks.receive(self.engine)
             pending.received = True
-            self.commit(pending.fragment.part)
+            if self._ranks.counted:
+                self.commit(pending.fragment.part)
 
-    def _use(self, *, late: bool) -> None:
+    def use(self, *, late: bool) -> None:
         """4. Step with the mean of the round under way. ``late``: steps were made meanwhile."""
         self._receive()
         # Nothing has changed so far: what fails before leaves weights and anchors as they were.
-        fragment = self.state.end_round()
+        counted = self._ranks.counted
+        fragment = self.state.end_round(counted)
         norm = math.sqrt(fragment.squared_norm(self._means))
         if math.isfinite(norm):
+            before = [] if counted else copied(fragment.anchors)
             self.state.count_step(norm, fragment, fragment.step(self._means))
-            self.give_anchor(fragment, late=late)
+            if counted:
+                self.give_anchor(fragment, late=late)
+            else:
+                fragment.follow(self._local.weights(), before)
         else:
             self.state.skipped_rounds += 1
             with self._ranks.held():
@@ -179,10 +188,10 @@ class OuterLoop(Synchronizer):
 
     @property
     def overlaps(self) -> bool:
-        return self._schedule.overlap > 0
+        return self.schedule.overlap > 0
 
     def _attempt(self, rounds: Callable[[], None]) -> None:
-        due = self._schedule.launched_after(self.state.steps) is not None
+        due = self.schedule.launched_after(self.state.steps) is not None
         self._ranks.attempt(rounds, due=due)
 
     def _is_last(self, fragment: Fragment) -> bool:
@@ -192,7 +201,7 @@ class OuterLoop(Synchronizer):
         self._commits[part].commit()
 
     def _restart_non_finite(self, fragment: Fragment) -> None:
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             if bucket.part == fragment.part and not self._buffers.keys() & _names(bucket):
                 bucket.backend_tensor.zero_()  # the padding too, which no launch writes
         own = self._local.all_true(_all_finite(self._local.weights().values()))
@@ -255,9 +264,9 @@ class OuterLoop(Synchronizer):
         with self._ranks.held():
             own = (int(fragment.part in self.state.trained) for fragment in fragments)
             trained = self._connections.reduce_numbers("sync()", _C.ReduceOp.MAX, *own)
-        for fragment in compress(fragments, trained):
+        for fragment in self._ranks.order(compress(fragments, trained)):
             self._launch(fragment, 0)
-            self._use(late=False)
+            self.use(late=False)
         self._start_at_anchors()
 
     def _start_at_anchors(self) -> None:
@@ -315,13 +324,13 @@ class OuterLoop(Synchronizer):
 
     def stats(self) -> dict[str, Any]:
         outer = {key: getattr(self.state, key) for key in ("skipped_rounds", "steps")}
-        outer |= {"rounds": self.state.outer_rounds, **self.state.figures}
+        outer |= {"rounds": self.state.outer_rounds, **self.state.figures, **self._ranks.stats()}
         return {**self.engine.stats(), "outer": outer}
 
     def end_together(self) -> None:
         """Use the result of a round under way, before another plan takes over."""
         if self.state.pending is not None:
-            self._use(late=True)
+            self.use(late=True)
 
     def close(self) -> None:
         """Count no more steps and stop the threads. Idempotent.
@@ -360,7 +369,7 @@ class OuterLoop(Synchronizer):
     def digest(self) -> int | None:
         """A hash of this rank's weights, by which a load knows them again."""
         resumption = self.state.resumption
-        return _digest_of(self._local.weights()) if resumption is None else resumption.digest
+        return digest_of(self._local.weights()) if resumption is None else resumption.digest
 
     def resume_at(self, counters: Mapping[str, int], digest: int | None) -> None:
         """All tensors have been loaded, from a state with those ``counters``.
@@ -373,7 +382,7 @@ class OuterLoop(Synchronizer):
         if part >= 0:
             fragment = self.state.fragments[part]
             self.state.pending = PendingRound(fragment, counters["due"], received=True)
-        if digest is None or _digest_of(self._local.weights()) != digest:
+        if digest is None or digest_of(self._local.weights()) != digest:
             self.take_anchors()
         self.state.resumption = Resumption(digest)
 
@@ -381,7 +390,7 @@ class OuterLoop(Synchronizer):
         resumption, self.state.resumption = self.state.resumption, None
         if resumption is None:
             return
-        found = self._local.all_true(_digest_of(self._local.weights()) == resumption.digest)
+        found = self._local.all_true(digest_of(self._local.weights()) == resumption.digest)
         (all_found,) = self._connections.reduce_numbers(
             "comparing the weights with those of the checkpoint", _C.ReduceOp.MIN, int(found)
         )
@@ -635,12 +644,18 @@ class OuterState:
         self.pending.due -= 1
         return self.pending.due == 0
 
-    def end_round(self) -> Fragment:
-        """All ranks have the result of the round under way: its fragment."""
+    def end_round(self, counted: bool) -> Fragment:
+        """All ranks have the result of the round under way: its fragment.
+
+        ``counted``: this rank's part is in it.
+        """
         assert self.pending is not None
         fragment, self.pending = self.pending.fragment, None
         self.communications += 1
-        self.rank_weights.settle(fragment.part)
+        if counted:
+            self.rank_weights.settle(fragment.part)
+        else:
+            self.trained.add(fragment.part)
         return fragment
 
     def count_step(
@@ -674,7 +689,7 @@ class OuterState:
         return dict(pair for fragment in self.fragments for pair in fragment.named_state())
 
     def digest(self) -> int:
-        return _digest_of(self.named())
+        return digest_of(self.named())
 
 
 def _wide(weight: torch.Tensor) -> torch.Tensor:
@@ -696,7 +711,7 @@ def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     return all(bool(tensor.detach().isfinite().all()) for tensor in tensors)
 
 
-def _digest_of(tensors: Mapping[str, torch.Tensor]) -> int:
+def digest_of(tensors: Mapping[str, torch.Tensor]) -> int:
     text = " ".join(f"{name}={int(digest(tensors[name]))}" for name in sorted(tensors))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 

@@ -1,22 +1,26 @@
 """Strategies given to an outer loop: the ranks' weights in the mean, and the loss of a rank.
 
-``elastic.py`` has what elastic training takes, and is imported by it alone.
+``elastic.py`` and ``mailbox`` have what elastic training takes, and are imported by it alone.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bagua import _C
+from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._ops import operations
+from bagua._ops.operations import Operation
 
 if TYPE_CHECKING:
-    from bagua._outer.loop import OuterLoop, OuterState
+    from bagua._outer.loop import Fragment, OuterLoop, OuterState
+    from bagua.torch_api.bucket import BaguaBucket
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Elastic:
 
     quorum: int = 2
     grace: float | None = None
+    mails = False  # rounds are files
 
     def __post_init__(self) -> None:
         if self.grace is not None and not self.grace > 0:
@@ -57,10 +62,30 @@ class FixedRanks:
     failure: _C.BaguaError | None = None  # of a round since the ranks changed last
     change_due = False  # the ranks have to agree anew on who they are
     postponed: int | None = None  # the fragment whose round is made after that
+    counted = True  # this rank's part is in the result that was received last
+
+    def mean(
+        self,
+        bucket: BaguaBucket,
+        codec: str | None,
+        hierarchical: bool,
+        group: BaguaProcessGroup,
+        outcome: _C.RoundOutcome | None,
+    ) -> Operation:
+        """Average a bucket over the ranks; ``outcome``: of error feedback, if there is any."""
+        if codec is None:
+            return operations.all_reduce(bucket, hierarchical, group=group)
+        return operations.compressed_all_reduce(
+            bucket, codec, hierarchical, group=group, outcome=outcome
+        )
 
     def gathered(self, part: int) -> bool:
         """The round of a fragment is due: whether to make it now, with these ranks."""
         return True
+
+    def order(self, fragments: Iterable[Fragment]) -> Iterable[Fragment]:
+        """The rounds of ``sync()``, which is to make one of each of ``fragments``."""
+        return fragments
 
     def attempt(self, rounds: Callable[[], None], *, due: bool) -> None:
         """Call ``rounds``, which makes some; ``due``: one is launched."""
@@ -93,6 +118,10 @@ class FixedRanks:
     def close(self) -> None:
         """The module is wrapped again or closed."""
 
+    def stats(self) -> dict[str, Any]:
+        """More of the statistics of rounds."""
+        return {}
+
 
 class RankWeights:
     """All ranks count alike."""
@@ -106,6 +135,10 @@ class RankWeights:
         ``name``: of the module.
         """
         return None
+
+    def weight(self, part: int) -> float:
+        """Of this rank in the round of fragment ``part`` that it launches."""
+        return 1.0
 
     def settle(self, part: int) -> None:
         """The last round of a fragment has been made: its samples are in the anchor."""
@@ -138,6 +171,9 @@ class SampleWeights(RankWeights):
             )
         self._samples[part, 1] = self._samples[part, 0]
         return float(self._samples[part, 0])
+
+    def weight(self, part: int) -> float:
+        return float(self._samples[part, 1])
 
     def settle(self, part: int) -> None:
         self._samples[part, 0] -= self._samples[part, 1]

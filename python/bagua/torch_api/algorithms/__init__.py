@@ -1,5 +1,7 @@
 """Distributed algorithms, by class and by name."""
 
+from typing import TYPE_CHECKING, Any
+
 from bagua.torch_api.algorithms import (
     async_model_average as async_model_average,
     auto as auto,
@@ -41,6 +43,18 @@ from bagua.torch_api.algorithms.q_adam import (
     QAdamOptimizer as QAdamOptimizer,
 )
 from bagua.torch_api.algorithms.sparse import SparseAlgorithm as SparseAlgorithm
+
+if TYPE_CHECKING:
+    from bagua._outer.mailbox import Mailbox as Mailbox
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Mailbox":  # imported when it is used
+        from bagua._outer.mailbox import Mailbox
+
+        return Mailbox
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+
 
 for _name, _algorithm, _description in (
     ("gradient_allreduce", GradientAllReduceAlgorithm, "exact all-reduce of gradients"),

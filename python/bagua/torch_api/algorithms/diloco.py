@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
 
@@ -23,8 +23,6 @@ from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.ledger import Commit, Ledger, Page
 from bagua._core.state.saved_values import check_state, saved_count, saved_tensor
 from bagua._core.state.shards import Shards, WholeSums, local
-from bagua._ops import operations
-from bagua._ops.operations import Operation
 from bagua._outer.loop import (
     REMEDY,
     Fragment,
@@ -105,7 +103,7 @@ class DiLoCoAlgorithm(Algorithm):
             each forward.
         warmup_steps: iterations with exact all-reduce of gradients before the first local step.
         elastic: training goes on without lost ranks, see :class:`Elastic`; True: ``Elastic()``.
-            False: a lost rank is an error.
+            False: a lost rank is an error. :class:`Mailbox`: rounds between islands are files.
         mean_buffers: names of the floating-point buffers that a round gives the ranks' mean, as in
             ``state_dict()``; ``*`` stands for any text. All others get the first rank's values.
             None: ``running_mean`` and ``running_var`` of torch's batch and instance norms.
@@ -167,6 +165,10 @@ class DiLoCoAlgorithm(Algorithm):
         shown = f"fragments={fragments} {self.elastic} {self._optimizer_described}"
         return f"{super().describe()} {shown}"
 
+    def plan(self) -> str:
+        """Arguments that must be equal where ranks do not compare all of them."""
+        return f"codec={self.codec} weight={self.weight} {self._optimizer_described}"
+
     def reify(self, process_group: BaguaProcessGroup) -> DiLoCoAlgorithmImpl:
         return DiLoCoAlgorithmImpl(process_group, self)
 
@@ -188,9 +190,23 @@ def _elastic_of(elastic: Elastic | bool) -> Elastic | None:
         return Elastic() if elastic else None
     if not isinstance(elastic, Elastic):
         raise TypeError(
-            f"DiLoCoAlgorithm: elastic is True, False or Elastic(quorum=2), not {elastic!r}"
+            "DiLoCoAlgorithm: elastic is True, False or Elastic(quorum=2), or a Mailbox, "
+            f"not {elastic!r}"
         )
     return elastic
+
+
+def _ranks_of(arguments: DiLoCoAlgorithm, group: BaguaProcessGroup) -> FixedRanks:
+    elastic = arguments.elastic
+    if elastic is None:
+        return FixedRanks()
+    if elastic.mails:
+        from bagua._outer.mailbox.rounds import MailboxRanks
+
+        return MailboxRanks(group, cast(Any, elastic), arguments.warmup_steps, arguments.plan())
+    from bagua._outer.elastic import ElasticRanks
+
+    return ElasticRanks(group, elastic)
 
 
 class DiLoCoAlgorithmImpl(WarmUpImpl):
@@ -208,12 +224,7 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
 
     def __init__(self, process_group: BaguaProcessGroup, arguments: DiLoCoAlgorithm) -> None:
         comes_back = process_group.waits_to_join
-        elastic = arguments.elastic
-        self._ranks = FixedRanks()
-        if elastic is not None:
-            from bagua._outer.elastic import ElasticRanks
-
-            self._ranks = ElasticRanks(process_group, elastic)
+        self._ranks = _ranks_of(arguments, process_group)
         super().__init__(process_group, arguments.warmup_steps)
         self.arguments = arguments
         self.mean_buffers = arguments.mean_buffers
@@ -287,7 +298,9 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
     def later_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
         part = self._part_of(bucket.tensors[0])
         if part is not None:
-            operation = self._mean(bucket, self._commits[part].outcome)
+            own, group = self.arguments, self.process_group
+            outcome = self._commits[part].outcome if own.error_feedback else None
+            operation = self._ranks.mean(bucket, own.codec, own.hierarchical, group, outcome)
             self._pages += [] if operation.page is None else [operation.page]
             bucket.append_operation(operation)
             return
@@ -295,18 +308,6 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
             hierarchical=self.arguments.hierarchical,
             average=True,
             group=self.process_group,
-        )
-
-    def _mean(self, bucket: BaguaBucket, outcome: _C.RoundOutcome) -> Operation:
-        own = self.arguments
-        if own.codec is None:
-            return operations.all_reduce(bucket, own.hierarchical, group=self.process_group)
-        return operations.compressed_all_reduce(
-            bucket,
-            own.codec,
-            own.hierarchical,
-            group=self.process_group,
-            outcome=outcome if own.error_feedback else None,
         )
 
     def make_synchronizer(self, bagua_ddp: Session) -> Synchronizer:

@@ -1,0 +1,76 @@
+"""Rounds between islands whose contributions are files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from bagua._outer.mailbox import letters
+from bagua._outer.strategies import Elastic
+
+_LEAST_SECRET = 16  # bytes
+
+
+@dataclass(frozen=True, init=False)
+class Mailbox(Elastic):
+    """Rounds between islands that meet in a folder or an object store.
+
+    An island is a process that trains, started by itself: it needs neither addresses of others nor
+    their number, and only connections that it opens. All islands use one URL. They apply the
+    contributions that count in one order, so that their anchors have equal bits. An island may come
+    at any time, leave, and come back with the same name; if all are gone, the next one that starts
+    goes on after the last round.
+
+    Args:
+        url: a folder as path or ``file://`` URL, or a URL of fsspec, such as ``s3://bucket/run``;
+            its storage must be able to create a file only if there is none.
+        island: the name of this one, letters, digits, ``-`` and ``_``, of 64 at most.
+        quorum: islands that a round needs; it waits for them until the group's timeout.
+        grace: seconds that a round waits for late islands at most. Once the quorum has come it
+            waits twice as long as that took, at least a second. A late island's steps count in its
+            next round. None: it waits for all that live.
+        secret: of all islands, 16 bytes or more: files without it are refused. None: files are
+            checked for damage only.
+        keep: rounds between two anchors that are mailed. At most 2 ``keep`` + 1 rounds and three
+            anchors lie in the mailbox.
+
+    Raises:
+        ValueError: an argument is out of its range. From ``with_bagua``: a group of several ranks,
+            a warm-up, or a storage that cannot create files exclusively.
+
+    Example::
+
+        mailbox = Mailbox("s3://bucket/run", island="oslo", quorum=2, grace=60.0)
+        algorithm = DiLoCoAlgorithm(codec="int4_block", elastic=mailbox)
+    """
+
+    url: str = ""
+    island: str = ""
+    secret: bytes | None = field(default=None, repr=False)
+    keep: int = 16
+    mails = True
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        island: str,
+        quorum: int = 2,
+        grace: float | None = None,
+        secret: str | bytes | None = None,
+        keep: int = 16,
+    ) -> None:
+        super().__init__(quorum, grace)
+        if not letters.is_island(island):
+            raise ValueError(
+                f"Mailbox: island={island!r} must be 1 to 64 letters, digits, '-' or '_'"
+            )
+        if quorum > letters.MOST_ISLANDS:
+            raise ValueError(f"Mailbox: quorum={quorum} must be at most {letters.MOST_ISLANDS}")
+        if not 1 <= keep <= 10_000:
+            raise ValueError(f"Mailbox: keep={keep} must be between 1 and 10000 rounds")
+        secret = secret.encode() if isinstance(secret, str) else secret
+        if secret is not None and len(secret) < _LEAST_SECRET:
+            raise ValueError(f"Mailbox: secret must have {_LEAST_SECRET} bytes or more")
+        own = {"url": str(url), "island": island, "secret": secret, "keep": keep}
+        for name, value in own.items():
+            object.__setattr__(self, name, value)

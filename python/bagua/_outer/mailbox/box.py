@@ -1,0 +1,289 @@
+"""The files of one run in a mailbox, by their names: written, read and checked.
+
+Note [Files of a mailbox]
+- ``run``: the name of the run, and the plan that all islands must have.
+- ``islands/<island>-<n>``: claims (``claims.py``).
+- ``anchor-<N>``: anchors and the outer optimizer's state after N rounds, every ``keep`` rounds.
+- ``round-<N>/from-<island>-<seal>``: contributions to the round after N rounds.
+- ``round-<N>/manifest-<k>``: who counts. The first that is whole decides; there are others only
+  where one was damaged.
+- ``tmp/``: files that are being written to a folder.
+
+Two anchors stay, and the rounds from the older one on: at most 2 keep + 1.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from bagua import _C
+from bagua._core.group.warn import warn_here
+from bagua._core.state.step_folder import Damaged, refusing
+from bagua._outer.mailbox import letters
+from bagua._outer.mailbox.letters import Contribution, Counted, Letter, Manifest
+from bagua._outer.mailbox.store import Place
+
+_ANCHOR = re.compile(r"anchor-(\d{9})", re.ASCII)
+_ROUND = re.compile(r"round-(\d{9})", re.ASCII)
+_FROM = re.compile(r"from-([A-Za-z0-9_-]{1,64})-([0-9a-f]{16})", re.ASCII)
+_MANIFEST = re.compile(r"manifest-\d", re.ASCII)
+_MOST_MANIFESTS = 8
+_MOST_NAMES = 4 * letters.MOST_ISLANDS  # of a folder that are looked at
+_MOST_PLAN = 2**26  # bytes of text
+_MOST_ANCHOR = 16  # bytes of an anchor file for each of the anchors, beyond a MiB
+_LOOKS = 4  # at a damaged file
+_BETWEEN_FIRST_AND_LAST = 2.0  # seconds: a file may still be under way
+
+
+Value = TypeVar("Value")
+
+
+class Received(NamedTuple):
+    """A contribution that was checked, with what a manifest says of it."""
+
+    counted: Counted
+    contribution: Contribution
+    body: memoryview
+
+
+class _Damage(NamedTuple):
+    first: float  # when it was seen
+    looks: int
+    why: str
+
+
+class Box:
+    """Thread safety: one thread at a time. OSError: a call may be repeated.
+
+    Args:
+        secret: of the seals; None: they are digests.
+        bodies: bytes of a contribution, by fragment.
+    """
+
+    def __init__(self, place: Place, secret: bytes | None, bodies: Sequence[int]) -> None:
+        self.place, self.secret = place, secret
+        self.run = ""
+        self._bodies = list(bodies)
+        self._damaged: dict[str, _Damage] = {}
+        self._told: set[str] = set()
+
+    def open_run(self, plan: Sequence[str]) -> None:
+        """Begin the run, or find out its name; BaguaMismatchError: it has another plan."""
+        text = "\n".join(plan).encode()
+        letter = self._read("run", letters.RUN, _MOST_PLAN)
+        if letter is None:
+            run = secrets.token_hex(8)
+            if self._write("run", letters.RUN, {"run": run}, text):
+                self.run = run
+                return
+            raise FileExistsError("run: another island has just begun it")
+        if set(letter.fields) != {"run"} or not letters.is_hex(letter.fields["run"]):
+            raise Damaged("run", "its fields are others")
+        if letter.body != text:
+            theirs = bytes(letter.body).decode(errors="replace").splitlines()
+            own = text.decode().splitlines()
+            same = 0
+            while theirs[same : same + 1] == own[same : same + 1] != []:
+                same += 1
+            words = [_short(lines[same : same + 1]) for lines in (theirs, own)]
+            raise _C.BaguaMismatchError(
+                f"mailbox {self.place.url}: its run was begun with {words[0]}, and this island has "
+                f"{words[1]}. Give all islands the same model, codec, fragments, weight and outer "
+                "optimizer, or this one another URL."
+            )
+        self.run = letter.fields["run"]
+
+    # Rounds.
+
+    def contribute(self, own: Contribution, body: bytearray) -> Received:
+        """Write a contribution. ``body``: as :func:`letters.written` has made it, filled."""
+        seal = letters.sealed(body, self.secret)
+        counted = Counted(own.island, seal, own.weight)
+        self.place.create(f"{_folder(own.round)}/{counted.name}", body)
+        return Received(counted, own, letters.body_of(body))
+
+    def new_contribution(self, own: Contribution) -> bytearray:
+        size = self._bodies[own.part]
+        return letters.written(letters.CONTRIBUTION, vars(own), size, self.secret)
+
+    def contributions(self, number: int) -> dict[str, list[str]]:
+        """Names of the files of a round's contributions, by island."""
+        found: dict[str, list[str]] = {}
+        for name in self.place.names(_folder(number))[:_MOST_NAMES]:
+            if match := _FROM.fullmatch(name):
+                found.setdefault(match[1], []).append(name)
+            elif not _MANIFEST.fullmatch(name):
+                self._tell(f"{_folder(number)}/{name}", "no island gives a file such a name")
+        return found
+
+    def contribution(self, number: int, part: int, name: str) -> Received | None:
+        """A contribution; None: it is not there, not whole yet, or refused for good."""
+        path, match = f"{_folder(number)}/{name}", _FROM.fullmatch(name)
+        if match is None or self._is_refused(path):
+            return None
+        try:
+            letter = self._read(path, letters.CONTRIBUTION, self._bodies[part])
+            if letter is None:
+                return None
+            found = Contribution.of(path, letter.fields)
+            place = found.run, found.island, found.round
+            if place != (self.run, match[1], number) or letter.seal[:16] != match[2]:
+                raise Damaged(path, "it is of another run, island or round, or was renamed")
+            if found.part != part or len(letter.body) != self._bodies[part]:
+                raise Damaged(path, f"it is of fragment {found.part}, and {part} is due")
+        except Damaged as error:
+            self._refuse(path, error)
+            return None
+        return Received(Counted(found.island, letter.seal, found.weight), found, letter.body)
+
+    def manifest(self, number: int) -> Manifest | int:
+        """Who counts in a round; or the number of the manifest that nobody has written yet."""
+        for attempt in range(_MOST_MANIFESTS):
+            path = f"{_folder(number)}/manifest-{attempt}"
+            if self._is_refused(path):
+                continue
+            try:
+                letter = self._read(path, letters.MANIFEST, 0)
+                if letter is None:
+                    return attempt
+                found = Manifest.of(path, letter.fields)
+                if (found.run, found.round) != (self.run, number):
+                    raise Damaged(path, "it is of another run or round")
+                if found.part >= len(self._bodies):
+                    raise Damaged(path, f"there is no fragment {found.part}")
+            except Damaged as error:
+                if not self._refuse(path, error):
+                    return -1
+                continue
+            return found
+        raise _C.BaguaError(
+            f"mailbox {self.place.url}: {_MOST_MANIFESTS} manifests of round {number} are damaged, "
+            "one after the other. See who writes there, and give all islands a secret."
+        )
+
+    def decide(self, manifest: Manifest, attempt: int) -> bool:
+        """Write a manifest; False: there is one."""
+        path = f"{_folder(manifest.round)}/manifest-{attempt}"
+        return self._write(path, letters.MANIFEST, manifest.fields())
+
+    # Anchors.
+
+    def anchors(self) -> list[int]:
+        """How many rounds the anchors that lie there have behind them, the oldest first."""
+        found = (_ANCHOR.fullmatch(name) for name in self.place.names(""))
+        names = [match for match in found if match and not self._is_refused(match[0])]
+        return sorted(int(match[1]) for match in names)
+
+    def put_anchor(self, counters: Mapping[str, int], tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Write an anchor, with ``rounds`` among the counters; False: there is one."""
+        table, size = letters.table_of(tensors)
+        fields = {"run": self.run, "counters": dict(counters), "table": len(table)}
+        name = _anchor(counters["rounds"])
+        data = letters.written(letters.ANCHOR, fields, len(table) + size, self.secret)
+        body = letters.body_of(data)
+        body[: len(table)] = table
+        letters.pack(tensors, body[len(table) :])
+        letters.sealed(data, self.secret)
+        return self.place.create(name, data)
+
+    def anchor(
+        self,
+        number: int,
+        like: Mapping[str, torch.Tensor],
+        made: Callable[[Mapping[str, torch.Tensor]], Value],
+    ) -> tuple[dict[str, int], Value] | None:
+        """(counters, what ``made`` makes of tensors by key) of an anchor.
+
+        None: it is not there, not whole yet, or refused for good. ``like``: the state here, which
+        bounds its size. ``made`` may raise ValueError.
+        """
+        name = _anchor(number)
+        most = 2**20 + _MOST_ANCHOR * sum(tensor.nbytes + 64 for tensor in like.values())
+        if self._is_refused(name):
+            return None
+        try:
+            letter = self._read(name, letters.ANCHOR, most)
+            if letter is None:
+                return None
+            counters = letter.fields.get("counters")
+            if (
+                letter.fields.get("run") != self.run
+                or type(counters) is not dict
+                or set(counters) != {"rounds", "outer_rounds"}
+                or any(type(each) is not int or each < 0 for each in counters.values())
+                or counters["rounds"] != number
+            ):
+                raise Damaged(name, "it is of another run or round")
+            tensors = letters.unpacked(name, letter.fields.get("table"), letter.body)
+            with refusing(Path(name)):
+                return counters, made(tensors)
+        except Damaged as error:
+            self._refuse(name, error)
+            return None
+
+    def forget(self) -> None:
+        """Remove all but two anchors, and the rounds before those."""
+        anchors = self.anchors()
+        if len(anchors) < 2:
+            return
+        self.place.remove("", [_anchor(number) for number in anchors[:-2]])
+        for name in self.place.names(""):
+            match = _ROUND.fullmatch(name)
+            if match and int(match[1]) < anchors[-2]:
+                self.place.remove(name, self.place.names(name))
+        self._damaged.clear()
+        self._told.clear()
+
+    # Files.
+
+    def _read(self, name: str, kind: int, most_body: int) -> Letter | None:
+        most = letters.FIXED_BYTES + letters.MOST_FIELDS + most_body
+        data = self.place.read(name, most)
+        return None if data is None else letters.opened(name, data, kind, most_body, self.secret)
+
+    def _write(self, name: str, kind: int, fields: Mapping[str, Any], body: bytes = b"") -> bool:
+        data = letters.written(kind, fields, len(body), self.secret)
+        letters.body_of(data)[:] = body
+        letters.sealed(data, self.secret)
+        return self.place.create(name, data)
+
+    # Damaged files: read again, as they may be under way, and then refused for good.
+
+    def _is_refused(self, path: str) -> bool:
+        seen = self._damaged.get(path)
+        if seen is None or seen.looks < _LOOKS:
+            return False
+        if time.monotonic() - seen.first < _BETWEEN_FIRST_AND_LAST:
+            return False
+        self._tell(path, seen.why)
+        return True
+
+    def _refuse(self, path: str, error: Damaged) -> bool:
+        first, looks, _ = self._damaged.get(path, _Damage(time.monotonic(), 0, ""))
+        if len(self._damaged) < _MOST_NAMES or path in self._damaged:
+            self._damaged[path] = _Damage(first, looks + 1, str(error.args[1]))
+        return self._is_refused(path)
+
+    def _tell(self, path: str, why: str) -> None:
+        if path not in self._told and len(self._told) < _MOST_NAMES:
+            self._told.add(path)
+            warn_here(f"mailbox {self.place.url}: {path} is refused: {why}")
+
+
+def _folder(number: int) -> str:
+    return f"round-{number:09d}"
+
+
+def _anchor(number: int) -> str:
+    return f"anchor-{number:09d}"
+
+
+def _short(lines: list[str]) -> str:
+    return f"'{lines[0][:200]}'" if lines else "nothing more"

@@ -1,0 +1,257 @@
+"""Places that files of a mailbox lie in: a folder, or whatever fsspec reaches.
+
+Note [One truth]
+All that islands must agree on is the content of a file that exactly one of them has created. A
+folder creates it by a hard link of a finished file, which NFS does atomically as well; an object
+store by a conditional put. So there is neither a leader nor a clock, and nobody reads half a file.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+from bagua._core.state.step_folder import Damaged
+
+_Value = TypeVar("_Value")
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
+_TEMPORARY = "tmp"
+
+
+class Folder:
+    """A folder of this machine, or of a shared file system.
+
+    Files have names such as ``round-000000003/manifest-0``. Where OSError is raised a call may be
+    repeated. Thread safety: all methods.
+
+    Attributes:
+        url: for messages, without credentials.
+        pause: seconds between two looks, the first and the longest.
+        sent: bytes of files so far; ``received`` likewise.
+    """
+
+    pause = 0.02, 0.5
+
+    def __init__(self, path: Path, owner: str) -> None:
+        self._path, self._owner = path.absolute(), owner
+        self.url, self.sent, self.received = str(self._path), 0, 0
+        (self._path / _TEMPORARY).mkdir(parents=True, exist_ok=True)
+
+    def clear(self) -> None:
+        """Remove what killed processes of this owner have left."""
+        for left in (self._path / _TEMPORARY).glob(f"{self._owner}.*"):
+            left.unlink(missing_ok=True)
+
+    def create(self, name: str, data: bytearray) -> bool:
+        """Write a new file; False: there is one, whose content stays."""
+
+        def link(temporary: Path, place: Path) -> bool:
+            try:
+                os.link(temporary, place)
+            except FileExistsError:
+                # An answer of NFS may have been lost, and the link was made.
+                return os.stat(temporary).st_nlink == 2
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                return self._create_in_place(place, data)
+            return True
+
+        return self._written(name, data, link)
+
+    def _create_in_place(self, place: Path, data: bytearray) -> bool:
+        """Without links readers may see a part of a file; its seal tells them."""
+        try:
+            with open(place, "xb") as file:
+                file.write(data)
+        except FileExistsError:
+            return False
+        return True
+
+    def replace(self, name: str, data: bytearray) -> None:
+        """Write a file that no other process writes."""
+        self._written(name, data, os.replace)
+
+    def _written(
+        self, name: str, data: bytearray, give_name: Callable[[Path, Path], _Value]
+    ) -> _Value:
+        place = self._path / name
+        temporary = self._path / _TEMPORARY / f"{self._owner}.{secrets.token_hex(8)}"
+        if place.parent != self._path:
+            place.parent.mkdir(exist_ok=True)  # but not the mailbox, where somebody removed it
+        try:
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            made = give_name(temporary, place)
+        finally:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        self.sent += len(data)
+        return made
+
+    def read(self, name: str, most: int) -> bytearray | None:
+        """The content of a file; None: there is none. Damaged: it has more than ``most`` bytes."""
+        path = self._path / name
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            handle = os.open(path, flags)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise Damaged(path, "it is a link, which may lead out of the mailbox") from error
+            raise
+        with open(handle, "rb") as file:
+            found = os.fstat(handle)
+            if not stat.S_ISREG(found.st_mode):
+                raise Damaged(path, "it is not a regular file")
+            if found.st_size > most:
+                raise Damaged(path, f"it has {found.st_size} bytes, of {most} at most")
+            data = bytearray(found.st_size)
+            del data[file.readinto(data) :]
+        self.received += len(data)
+        return data
+
+    def names(self, folder: str) -> list[str]:
+        """Names of files and folders in a folder, sorted; of none where there is no folder."""
+        try:
+            return sorted(os.listdir(self._path / folder))
+        except FileNotFoundError:
+            if folder and self._path.is_dir():
+                return []
+            raise
+
+    def remove(self, folder: str, names: list[str]) -> None:
+        """Remove files of a folder, and the folder where it is empty. They may be gone."""
+        for name in names:
+            (self._path / folder / name).unlink(missing_ok=True)
+        if folder:
+            with suppress(OSError):
+                (self._path / folder).rmdir()
+
+
+class Remote:
+    """A place that fsspec reaches, with the methods of :class:`Folder`."""
+
+    pause = 0.2, 3.0
+
+    def __init__(self, url: str) -> None:
+        try:
+            from fsspec.core import url_to_fs
+        except ImportError as error:
+            raise ImportError(f"Mailbox('{_public(url)}') needs fsspec: {_INSTALL}") from error
+        try:
+            self._files, self._path = url_to_fs(url, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            raise ImportError(
+                f"Mailbox('{_public(url)}'): fsspec does not reach it ({error}). {_INSTALL}"
+            ) from error
+        self.url, self.sent, self.received = _public(url), 0, 0
+        self._probe()
+
+    def clear(self) -> None:
+        """Nothing is left: a file is there as a whole or not at all."""
+
+    def _probe(self) -> None:
+        """Have a second creation of one file refused."""
+        name = f"probe-{secrets.token_hex(8)}"
+        try:
+            first, second = (self.create(name, bytearray(b"probe")) for _ in range(2))
+        except (NotImplementedError, TypeError, ValueError) as error:
+            raise self._unfit(str(error)) from error
+        finally:
+            with suppress(OSError):
+                self.remove("", [name])
+        if not first or second:
+            raise self._unfit("a second one was not refused")
+
+    def _unfit(self, why: str) -> ValueError:
+        return ValueError(
+            f"Mailbox('{self.url}'): files cannot be created exclusively there ({why}), by which "
+            "islands agree on who counts. Take a folder, or a storage with conditional writes."
+        )
+
+    def _at(self, name: str) -> str:
+        return f"{self._path}/{name}".rstrip("/")
+
+    def create(self, name: str, data: bytearray) -> bool:
+        try:
+            self._make_folder(name)
+            self._call("pipe_file", self._at(name), bytes(data), mode="create")
+        except FileExistsError:
+            return False
+        self.sent += len(data)
+        return True
+
+    def replace(self, name: str, data: bytearray) -> None:
+        self._make_folder(name)
+        self._call("pipe_file", self._at(name), bytes(data))
+        self.sent += len(data)
+
+    def _make_folder(self, name: str) -> None:
+        with suppress(FileExistsError):
+            self._call("makedirs", self._at(name).rpartition("/")[0], exist_ok=True)
+
+    def read(self, name: str, most: int) -> bytearray | None:
+        try:
+            data = bytearray(self._call("cat_file", self._at(name), start=0, end=most + 1))
+        except FileNotFoundError:
+            return None
+        if len(data) > most:
+            raise Damaged(Path(name), f"it has more than {most} bytes")
+        self.received += len(data)
+        return data
+
+    def names(self, folder: str) -> list[str]:
+        try:
+            found = self._call("ls", self._at(folder), detail=False, refresh=True)
+        except FileNotFoundError:
+            return []
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+
+    def remove(self, folder: str, names: list[str]) -> None:
+        for name in names:
+            with suppress(FileNotFoundError):
+                self._call("rm_file", self._at(f"{folder}/{name}" if folder else name))
+
+    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Errors of clients, whatever their class, may be repeated as OSError."""
+        try:
+            return getattr(self._files, method)(*arguments, **options)
+        except (OSError, NotImplementedError, TypeError, ValueError):
+            raise
+        except Exception as error:
+            raise OSError(f"{type(error).__name__}: {str(error)[:500]}") from error
+
+
+Place: TypeAlias = Folder | Remote
+
+
+def place_at(url: str, owner: str) -> Place:
+    """The place at a URL. ``owner``: of temporary files. Makes the folder.
+
+    ValueError: it cannot create a file exclusively. ImportError: fsspec, or its implementation for
+    this protocol, is not installed. OSError: it cannot be reached or written.
+    """
+    protocol, separator, path = url.partition("://")
+    if not separator:
+        return Folder(Path(url), owner)
+    return Folder(Path(path), owner) if protocol == "file" else Remote(url)
+
+
+_INSTALL = "pip install '.[mailbox]' in bagua's folder, and the storage's package, such as s3fs"
+
+
+def _public(url: str) -> str:
+    """A URL without user and password."""
+    protocol, separator, rest = url.partition("://")
+    server, slash, path = rest.partition("/")
+    return f"{protocol}{separator}{server.rpartition('@')[2]}{slash}{path.partition('?')[0]}"

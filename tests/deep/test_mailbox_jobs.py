@@ -1,0 +1,62 @@
+"""The example of a mailbox: three islands as processes, of which one is killed and comes back."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+from support.processes import fork_server
+from support.processes.fork_server import FORKED_PYTHON
+
+EXAMPLE = Path(__file__).parents[2] / "docs/examples/mailbox.py"
+
+KILLS_ITS_USER = """
+import os, runpy, signal, sys
+from bagua._outer.mailbox import claims
+from bagua._outer.mailbox.rounds import MailboxRanks
+
+claims._BEAT, claims._SILENCE = 0.3, 3.0
+confirm, rounds = MailboxRanks.confirm, 0
+
+def count(self, engine):
+    global rounds
+    rounds += 1
+    if rounds == int(os.environ["DIES_IN"]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    confirm(self, engine)
+
+MailboxRanks.confirm = count
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def start(folder, island, dies_in=0):
+    script = folder / "kill.py"
+    script.write_text(KILLS_ITS_USER)
+    command = [FORKED_PYTHON, str(script), str(EXAMPLE), "--url", f"file://{folder}/run"]
+    # All three are needed in each round, so that none is through before the third is back.
+    command += ["--island", island, "--quorum", "3", "--secret", "of these three islands"]
+    variables = fork_server.variables() | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "DIES_IN": str(dies_in),
+    }
+    return subprocess.Popen(
+        command, env=os.environ | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def test_a_killed_island_comes_back_and_all_end_with_one_anchor(tmp_path):
+    islands = [start(tmp_path, name) for name in ("oslo", "paris")]
+    islands.append(start(tmp_path, "rome", dies_in=5))
+    try:
+        islands[2].communicate(timeout=90)
+        islands[2] = start(tmp_path, "rome")
+        outputs = [each.communicate(timeout=90)[0].decode() for each in islands]
+    finally:
+        for each in islands:
+            each.kill()
+    found = [re.search(r"rounds=20 loss=.* anchor=(\S+)", text) for text in outputs]
+    assert all(found), outputs
+    assert len({each[1] for each in found}) == 1, outputs

@@ -1,0 +1,420 @@
+"""Islands that meet in a mailbox. Where one process has several they take turns."""
+
+import gc
+import os
+import shutil
+from datetime import timedelta
+from pathlib import Path
+
+import bagua.torch_api as bagua
+import pytest
+import torch
+import torch.distributed as dist
+from bagua import BaguaError, BaguaMismatchError
+from bagua._outer.mailbox import box, claims
+from bagua._outer.mailbox.rounds import MailboxRanks
+from bagua.torch_api.algorithms import DiLoCoAlgorithm, Mailbox, OuterSGD
+from oracle.mailbox import Islands
+from ranks.test_diloco import own_step
+from support import training
+
+NAMES = "oslo", "paris", "rome"
+RULE = OuterSGD(0.7, 0.3)
+SOON = 0.01  # seconds of grace
+
+
+def island(folder, name, *, seed=0, group=None, mailbox=None, **arguments):
+    """(model, optimizer) of an island that has its own process group, of one rank."""
+    model = training.network(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = {"quorum": 1, "grace": SOON} | (mailbox or {})
+    arguments = {"outer_optimizer": RULE, "interval": 2} | arguments
+    algorithm = DiLoCoAlgorithm(elastic=Mailbox(str(folder), island=name, **own), **arguments)
+    model.with_bagua([optimizer], algorithm, process_group=group)
+    return model, optimizer
+
+
+def train(model, optimizer, steps, seed=0, samples=0):
+    for step in steps:
+        optimizer.zero_grad()
+        if samples:
+            model.bagua_samples(samples)
+        loss = training.squared_error(model, training.batch(step, seed))
+        loss.backward()
+        optimizer.step()
+
+
+def hasty(silence=15.0):
+    """Have claims change more often, and files be refused at the first look."""
+    claims._BEAT, claims._SILENCE = 0.05, silence
+    box._LOOKS, box._BETWEEN_FIRST_AND_LAST = 1, 0.0
+
+
+def outer_state(model):
+    state = model.bagua_algorithm.state_dict()
+    own = "mean/", "rank0/"
+    return {key: value for key, value in state.items() if "/" in key and not key.startswith(own)}
+
+
+def anchor_bits(model):
+    return training.bits(outer_state(model).values())
+
+
+def weights(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+# Three islands.
+
+
+@training.with_group
+def forty_rounds(folder, codec):
+    """Losses and bits of anchors of this island, losses of a group, and bytes that it counted."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    groups = [bagua.communication.new_group([member]) for member in range(size)]
+    own = {"quorum": size, "grace": 60.0, "keep": 100}
+    arguments = {"codec": codec, "interval": 1}
+    mailed = island(folder, NAMES[rank], group=groups[rank], mailbox=own, **arguments)
+    model = training.network()
+    grouped = model, torch.optim.SGD(model.parameters(), lr=0.1)
+    model.with_bagua([grouped[1]], DiLoCoAlgorithm(RULE, **arguments))
+    losses = []
+    for each in (mailed, grouped):
+        losses.append([])
+        for step in range(40):
+            own_step(*each, step)
+            with torch.no_grad():
+                loss = training.squared_error(each[0], training.batch(0, 0))
+            losses[-1].append(loss.item())
+    outer = mailed[0].bagua_stats()["outer"]
+    dist.barrier()  # or a mailbox could lose an island in the last round
+    return losses, anchor_bits(mailed[0]), outer
+
+
+def test_forty_rounds_of_three_islands_are_those_of_a_group(ranks, tmp_path):
+    found = ranks(3, forty_rounds, str(tmp_path), None)
+    assert len({bits for _, bits, _ in found}) == 1
+    for (mailed, grouped), _, outer in found:
+        assert (outer["rounds"], outer["late_rounds"]) == (40, 0)
+        torch.testing.assert_close(torch.tensor(mailed), torch.tensor(grouped), rtol=0, atol=1e-6)
+
+
+def test_islands_at_four_bits_hold_equal_anchors_and_send_what_the_codec_makes(ranks, tmp_path):
+    found = ranks(3, forty_rounds, str(tmp_path), "int4_block")
+    assert len({bits for _, bits, _ in found}) == 1
+    payload = sum(p.numel() for p in training.network().parameters()) * 0.5
+    for file in tmp_path.glob("round-*/from-*"):
+        assert payload <= file.stat().st_size <= 2 * payload + 1024  # tiny blocks have statistics
+    assert len(list(tmp_path.glob("round-*/from-*"))) == 3 * 40
+    first = [each[0] for (each, _), _, _ in found]
+    last = [each[-1] for (each, _), _, _ in found]
+    assert sum(last) < sum(first)
+
+
+# Late, weighted, of another seed.
+
+
+@training.with_group
+def late_and_weighted(folder):
+    """Trains two islands, one of which misses a round, beside the oracle."""
+    shared = {"weight": "samples", "overlap_steps": 1}
+    oslo = island(folder, "oslo", mailbox={"quorum": 2}, **shared)
+    paris = island(folder, "paris", seed=5, **shared)
+    expected = Islands(weights(oslo[0]), RULE.lr, RULE.momentum)
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(weights(paris[0]), weights(oslo[0]), **close)  # it has joined
+    own = {}
+    for name, each, samples in (("oslo", oslo, 3), ("paris", paris, 5)):
+        train(*each, range(2), samples, samples)
+        own[name] = weights(each[0])
+    expected.round([own["oslo"], own["paris"]], [6, 10])
+    twins = {}
+    for name, each, samples in (("oslo", oslo, 3), ("paris", paris, 5)):
+        twins[name] = trained_alone(each, own[name], 2, samples)
+        train(*each, range(2, 3), samples, samples)
+        now = expected.after(0, twins[name], own[name])
+        torch.testing.assert_close(weights(each[0]), now, **close)
+    # Paris makes a round alone.
+    train(*paris, range(3, 4), 5, 5)
+    expected.round([weights(paris[0])], [10])
+    train(*paris, range(4, 5), 5, 5)
+    # Oslo hears of it at its launch, and its steps count in the round after.
+    before = trained_alone(oslo, weights(oslo[0]), 3, 3)
+    train(*oslo, range(3, 4), 3, 3)
+    torch.testing.assert_close(weights(oslo[0]), expected.late(1, before), **close)
+    train(*paris, range(5, 6), 5, 5)
+    expected.round([weights(oslo[0]), weights(paris[0])], [6, 10])
+    for each, samples in ((oslo, 3), (paris, 5)):
+        train(*each, range(6, 7), samples, samples)
+        found = [value for key, value in outer_state(each[0]).items() if key.startswith("anchor/")]
+        torch.testing.assert_close(found, expected.anchors[3], **close)
+    return anchor_bits(oslo[0]), anchor_bits(paris[0])
+
+
+def trained_alone(each, start, step, seed):
+    """Weights after a step from `start`, which nothing averages."""
+    twin = training.network()
+    with torch.no_grad():
+        for p, value in zip(twin.parameters(), start, strict=True):
+            p.copy_(value)
+    train(twin, torch.optim.SGD(twin.parameters(), lr=0.1), range(step, step + 1), seed)
+    return weights(twin)
+
+
+def test_a_late_island_and_weights_are_those_of_the_oracle(ranks, tmp_path):
+    ((oslo, paris),) = ranks(1, late_and_weighted, str(tmp_path))
+    assert oslo == paris
+
+
+@training.with_group
+def elsewhere_in_the_cycle(folder):
+    """An island that joins while the fragments are in the middle of their cycle."""
+    shared = {"fragments": 2, "interval": 4, "codec": "int4_block"}
+    model, optimizer = island(folder, "oslo", **shared)
+    train(model, optimizer, range(6))  # three rounds
+    other = island(folder, "paris", **shared)
+    train(*other, range(5))
+    train(model, optimizer, range(6, 9))
+    rounds = [each.bagua_algorithm._loop.state.communications for each in (model, other[0])]
+    model.bagua_algorithm.sync()
+    other[0].bagua_algorithm.sync()
+    model.bagua_algorithm._ranks._catch_up(model.bagua_algorithm._loop)
+    assert training.bits(other[0].parameters()) == training.bits(
+        value for key, value in outer_state(other[0]).items() if key.startswith("anchor/")
+    )
+    return rounds, anchor_bits(model), anchor_bits(other[0])
+
+
+def test_an_island_goes_on_where_the_others_are_in_the_cycle_of_fragments(ranks, tmp_path):
+    (((first, second), model, other),) = ranks(1, elsewhere_in_the_cycle, str(tmp_path))
+    assert first > 3
+    assert second > 3
+    assert model == other
+
+
+# Ends and beginnings.
+
+
+def killed(model):
+    """Let an island end as a killed one does: it leaves its claim."""
+    members = model.bagua_algorithm._ranks
+    place, left = members._box.place, members._claim._name
+    remove, place.remove = place.remove, lambda *_: None
+    members._claim.release()
+    place.remove, members._claim = remove, None
+    assert left in os.listdir(os.path.join(place.url, "islands"))
+
+
+def begin_again():
+    gc.collect()
+    bagua.destroy_process_group()
+    bagua.init_process_group()
+
+
+@training.with_group
+def killed_and_started(folder):
+    hasty(silence=0.5)
+    arguments = {"mailbox": {"keep": 2}, "codec": "int4_block"}
+    model, optimizer = island(folder, "oslo", **arguments)
+    train(model, optimizer, range(15))  # and a step in which no round was
+    before = anchor_bits(model)
+    killed(model)
+    begin_again()
+    model, optimizer = island(folder, "oslo", seed=3, **arguments)
+    found = model.bagua_algorithm.outer_rounds, before == anchor_bits(model)
+    train(model, optimizer, range(10))
+    rounds = model.bagua_algorithm.outer_rounds
+    model.bagua_algorithm.close()
+    return found, rounds
+
+
+def test_islands_that_were_all_killed_go_on_after_the_last_round(ranks, tmp_path):
+    ((found, rounds),) = ranks(1, killed_and_started, str(tmp_path))
+    assert found == (7, True)
+    assert rounds == 12
+    assert len(list(tmp_path.glob("anchor-*"))) == 2  # and no round before the older one
+    assert len(list(tmp_path.glob("round-*"))) <= 2 * 2 + 1
+    assert list(tmp_path.glob("islands/*")) == []  # given back at the end
+
+
+@training.with_group
+def two_of_one_name(folder):
+    hasty(silence=30.0)
+    model, optimizer = island(folder, "oslo")
+    with pytest.raises(BaguaError) as refused:
+        island(folder, "oslo")
+    train(model, optimizer, range(2))
+    return str(refused.value), model.bagua_algorithm.outer_rounds
+
+
+def test_a_second_process_of_one_name_is_refused(ranks, tmp_path):
+    ((text, rounds),) = ranks(1, two_of_one_name, str(tmp_path))
+    assert "another process is island 'oslo', and lives" in text
+    assert rounds == 1
+
+
+@training.with_group
+def another_plan(folder):
+    island(folder, "oslo")
+    with pytest.raises(BaguaMismatchError) as refused:
+        island(folder, "paris", codec="int4_block")
+    return str(refused.value)
+
+
+def test_an_island_of_another_plan_is_refused(ranks, tmp_path):
+    (text,) = ranks(1, another_plan, str(tmp_path))
+    assert "its run was begun with 'codec=None" in text
+    assert "this island has 'codec=int4_block" in text
+
+
+@training.with_group
+def another_anchor(folder):
+    """Oslo's anchor has another bit than that of two others."""
+    model, optimizer = island(folder, "oslo")
+    train(model, optimizer, range(2))
+    with torch.no_grad():
+        model.bagua_algorithm._loop.state.fragments[0].anchors[0].view(-1)[0] += 1
+    other = island(folder, "paris")
+    train(*other, range(2))
+    with pytest.raises(BaguaMismatchError) as refused:
+        train(model, optimizer, range(2, 4))
+    return str(refused.value)
+
+
+def test_an_island_whose_anchor_differs_is_refused_by_name(ranks, tmp_path):
+    (text,) = ranks(1, another_anchor, str(tmp_path))
+    assert "the anchor of island 'oslo' before outer round 2 differs from that of paris" in text
+
+
+# Files of others, and a folder that fails.
+
+
+@training.with_group
+def among_bad_files(folder):
+    """Trains with bad files in the folder of each round; returns warnings and the rounds made."""
+    hasty()  # a file is damaged for good
+    folder, secret = Path(folder), "of all islands, 16 bytes"
+    model, optimizer = island(folder, "oslo", mailbox={"secret": secret, "keep": 100})
+    other = island(folder / "other", "rome", mailbox={"secret": "of another mailbox!!"})
+    train(*other, range(2))
+    train(model, optimizer, range(2))
+    (good,) = folder.glob("round-000000000/from-oslo-*")
+    (forged,) = (folder / "other").glob("round-000000000/from-rome-*")
+    place = folder / "round-000000001"
+    place.mkdir()
+    shutil.copy(good, place / good.name.replace("oslo", "replay"))
+    shutil.copy(forged, place / forged.name)
+    (place / "from-paris-0123456789abcdef").write_bytes(good.read_bytes()[:-1])
+    (place / "from-nobody-0123456789abcdef").write_bytes(b"")
+    with open(place / "from-huge-0123456789abcdef", "wb") as huge:
+        huge.truncate(2**40)
+    (place / "from-link-0123456789abcdef").symlink_to("/etc/passwd")
+    (place / "alien").write_bytes(b"hello")
+    (place / "manifest-0").write_bytes(b"BAGUAbox, says somebody else" * 9)
+    said = training.warnings_of(lambda: train(model, optimizer, range(2, 6)))
+    return said, model.bagua_algorithm.outer_rounds
+
+
+def test_bad_files_are_refused_by_name_while_training_goes_on(ranks, tmp_path):
+    ((said, rounds),) = ranks(1, among_bad_files, str(tmp_path))
+    assert rounds == 3
+    refused = [text for text in said if "is refused" in text]
+    names = "from-replay", "from-rome", "from-paris", "from-nobody", "from-huge", "from-link"
+    for name in ("manifest-0", "alien", *names):
+        assert any(f"round-000000001/{name}" in text for text in refused), (name, said)
+
+
+@training.with_group
+def in_a_folder_that_vanishes(folder):
+    bagua.destroy_process_group()
+    bagua.init_process_group(timeout=timedelta(seconds=2))
+    model, optimizer = island(folder, "oslo")
+    train(model, optimizer, range(3))
+    before = anchor_bits(model)
+    os.rename(folder, f"{folder}-elsewhere")
+    with pytest.raises(BaguaError) as failed:
+        train(model, optimizer, range(3, 4))
+    return str(failed.value), before == anchor_bits(model)
+
+
+def test_a_folder_that_vanishes_is_an_error_that_names_it(ranks, tmp_path):
+    folder = str(tmp_path / "mailbox")
+    ((text, same),) = ranks(1, in_a_folder_that_vanishes, folder)
+    assert f"mailbox {folder}: " in text
+    assert "See that it exists, has room and may be written" in text
+    assert same
+
+
+@training.with_group
+def on_a_full_disk(folder):
+    """Puts fail some times, as the disk is full, and then succeed."""
+    model, optimizer = island(folder, "oslo")
+    link, left = os.link, [5]
+
+    def full(*arguments):
+        if left[0] > 0:
+            left[0] -= 1
+            raise OSError(28, "No space left on device")
+        return link(*arguments)
+
+    os.link = full
+    try:
+        train(model, optimizer, range(4))
+    finally:
+        os.link = link
+    return left[0], model.bagua_algorithm.outer_rounds
+
+
+def test_puts_that_fail_for_a_while_are_tried_again(ranks, tmp_path):
+    assert ranks(1, on_a_full_disk, str(tmp_path)) == [(0, 2)]
+
+
+@training.with_group
+def beyond_a_folder():
+    found = []
+    for name in NAMES[:2]:
+        model, optimizer = island("memory://a-run", name, codec="int4_block")
+        train(model, optimizer, range(6))
+        found.append((model, model.bagua_algorithm.outer_rounds))
+    first = found[0][0].bagua_algorithm
+    first._ranks._catch_up(first._loop)
+    return [rounds for _, rounds in found], len({anchor_bits(model) for model, _ in found})
+
+
+def test_islands_meet_where_fsspec_reaches(ranks):
+    assert ranks(1, beyond_a_folder) == [([3, 6], 1)]
+
+
+@training.with_group
+def refusals(folder):
+    texts = []
+    for own, arguments in (
+        ({"island": "a/b"}, {}),
+        ({"quorum": 0}, {}),
+        ({"keep": 0}, {}),
+        ({"secret": "short"}, {}),
+        ({}, {"warmup_steps": 2}),
+        ({}, {"hierarchical": True}),
+    ):
+        with pytest.raises(ValueError) as refused:  # noqa: PT011, the texts are compared
+            island(folder, own.pop("island", "oslo"), mailbox=own, **arguments)
+        texts.append(str(refused.value))
+    return texts
+
+
+def test_what_a_mailbox_cannot_do_is_refused(ranks, tmp_path):
+    (texts,) = ranks(1, refusals, str(tmp_path))
+    words = ["island='a/b'", "quorum=0", "keep=0", "16 bytes", "warmup_steps=2", "hierarchical"]
+    assert all(word in text for word, text in zip(words, texts, strict=True)), texts
+
+
+@training.with_group
+def several_ranks(folder):
+    with pytest.raises(ValueError, match="has 2 ranks in its process group") as refused:
+        island(folder, "oslo")
+    return str(refused.value)
+
+
+def test_an_island_of_several_ranks_is_refused(ranks, tmp_path):
+    assert "connect_islands()" in ranks(2, several_ranks, str(tmp_path))[0]
+    assert MailboxRanks.counted

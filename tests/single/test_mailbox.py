@@ -1,0 +1,268 @@
+"""Files of a mailbox: what a reader refuses, and how a place keeps them."""
+
+import errno
+import json
+import os
+import random
+import threading
+
+import pytest
+import torch
+from bagua._core.group.grace import Grace
+from bagua._core.state.step_folder import Damaged
+from bagua._outer.mailbox import letters
+from bagua._outer.mailbox.letters import Contribution, Counted, Manifest
+from bagua._outer.mailbox.store import Folder, Remote, place_at
+
+SECRET = b"known to all islands"
+
+
+def letter(kind=letters.CONTRIBUTION, fields=None, body=b"body", secret=SECRET):
+    data = letters.written(kind, {"a": 1} if fields is None else fields, len(body), secret)
+    letters.body_of(data)[:] = body
+    letters.sealed(data, secret)
+    return data
+
+
+def opened(data, kind=letters.CONTRIBUTION, most=2**16, secret=SECRET):
+    return letters.opened("round-000000003/from-oslo", bytearray(data), kind, most, secret)
+
+
+def test_a_letter_is_read_as_it_was_written():
+    found = opened(letter())
+    assert (found.fields, bytes(found.body)) == ({"a": 1}, b"body")
+    assert len(letter()) % 4 == 0
+    assert (len(letter()) - len(b"body")) % 64 == 0  # tensors in it are aligned
+
+
+def test_every_changed_bit_of_a_letter_is_refused():
+    good = letter(body=b"some numbers")
+    for place in range(len(good)):
+        changed = bytearray(good)
+        changed[place] ^= 1 << place % 8
+        with pytest.raises(Damaged, match="from-oslo"):
+            opened(changed)
+
+
+def test_random_letters_are_refused_or_what_was_written():
+    draw, good = random.Random(7), letter(body=bytes(range(200)))
+    for _ in range(10_000):
+        data = bytearray(good)
+        for _ in range(draw.randrange(1, 4)):
+            begin, end = sorted(draw.randrange(len(data) + 1) for _ in range(2))
+            data[begin:end] = draw.randbytes(draw.choice([0, end - begin, draw.randrange(40)]))
+        if data != good:
+            with pytest.raises(Damaged):
+                opened(data)
+
+
+def test_letters_of_another_kind_secret_or_size_are_refused_by_name():
+    for words, data, options in (
+        ("it is of version 1 and kind 2, not 1 and 3", letter(), {"kind": letters.MANIFEST}),
+        ("its seal differs", letter(secret=b"another secret of 16"), {}),
+        ("sealed without a secret", letter(secret=None), {}),
+        ("give secret=", letter(), {"secret": None}),
+        ("of 3 at most", letter(), {"most": 3}),
+        ("truncated", letter()[:-1], {}),
+        ("truncated", letter()[:20], {}),
+        ("not a file of a mailbox", b"x" * 200, {}),
+    ):
+        with pytest.raises(Damaged, match=words):
+            opened(data, **options)
+
+
+def test_a_letter_that_claims_a_huge_body_is_refused_before_memory_is_taken():
+    data = letter()
+    data[16:24] = (2**62).to_bytes(8, "little")
+    with pytest.raises(Damaged, match="it claims"):
+        opened(data, most=2**16)
+
+
+def strange(draw):
+    return draw.choice(
+        [None, True, -1, 2**200, 1.5, "", "a/b", "x" * 70, [], {}, [[]], ["oslo"], "0" * 16]
+    )
+
+
+def test_fields_of_any_type_are_refused_or_hold_their_ranges():
+    draw = random.Random(3)
+    counted = [["oslo", "ab" * 32, 1], ["paris", "cd" * 32, 4]]
+    contribution = {"run": "0" * 16, "island": "oslo", "round": 3, "part": 0}
+    contribution |= {"anchor": "f" * 16, "weight": 1}
+    manifest = {"run": "0" * 16, "round": 3, "part": 0, "anchor": "f" * 16}
+    manifest |= {"author": "oslo", "counted": counted}
+    assert Contribution.of("x", contribution).weight == 1
+    assert [each.island for each in Manifest.of("x", manifest).counted] == ["oslo", "paris"]
+    for kind, good in ((Contribution, contribution), (Manifest, manifest)):
+        for _ in range(2000):
+            fields = json.loads(json.dumps(good))
+            place = fields if draw.random() < 0.6 else fields.get("counted", [fields])
+            key = draw.choice(list(place) if isinstance(place, dict) else range(len(place)))
+            place[key] = strange(draw)
+            try:
+                found = kind.of("x", fields)
+            except Damaged:
+                continue
+            assert 0 <= found.round < 10**9
+            assert letters.is_hex(found.run)
+            assert letters.is_hex(found.anchor)
+
+
+def test_a_manifest_lists_every_island_once_and_in_order():
+    rows = [["paris", "cd" * 32, 4], ["oslo", "ab" * 32, 1]]
+    fields = {"run": "0" * 16, "round": 3, "part": 0, "anchor": "f" * 16, "author": "oslo"}
+    for bad in (rows, [rows[0], rows[0]], [], [["oslo", "ab" * 32, 0]], [rows[0]] * 300):
+        with pytest.raises(Damaged):
+            Manifest.of("x", {**fields, "counted": bad})
+    assert Counted("oslo", "ab" * 32, 1).name == f"from-oslo-{'ab' * 8}"
+
+
+def test_tensors_come_back_or_their_table_is_refused():
+    draw = random.Random(5)
+    tensors = {
+        "a": torch.randn(3, 5),
+        "empty": torch.zeros(0, 4),
+        "b": torch.tensor(2.5, dtype=torch.float64),
+        "c": torch.randn(7).bfloat16(),
+        "d": torch.arange(3),
+    }
+    table, size = letters.table_of(tensors)
+    body = bytearray(len(table) + size)
+    body[: len(table)] = table
+    letters.pack(tensors, memoryview(body)[len(table) :])
+    found = letters.unpacked("anchor", len(table), memoryview(body))
+    assert all(torch.equal(found[name], each) for name, each in tensors.items())
+    for _ in range(2000):
+        rows = json.loads(table)
+        row = draw.choice(rows)
+        row[draw.randrange(3)] = draw.choice([strange(draw), [2**60], [3, 5, 2], "int64"])
+        text = json.dumps(rows).encode()
+        data = memoryview(bytearray(text) + body[len(table) :])
+        try:
+            other = letters.unpacked("anchor", len(text), data)
+        except Damaged:
+            continue
+        assert sum(each.nbytes for each in other.values()) == size
+    for wrong in (None, -1, len(body) + 1, True, 0):
+        with pytest.raises(Damaged):
+            letters.unpacked("anchor", wrong, memoryview(body))
+
+
+# Places.
+
+
+def places(folder):
+    yield Folder(folder / "one", "oslo")
+    linkless = Folder(folder / "two", "oslo")
+    yield linkless
+    yield Remote("memory://test-places")
+
+
+def test_a_file_is_created_once_whoever_is_first(tmp_path, monkeypatch):
+    link = os.link
+
+    def without_links(source, target):
+        if "two" in str(target):
+            raise OSError(errno.EPERM, "no links here")
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", without_links)
+    for place in places(tmp_path):
+        made = []
+        threads = [
+            threading.Thread(
+                target=lambda i=i, place=place, made=made: made.append(
+                    (i, place.create("round-000000001/manifest-0", bytearray(f"{i}", "ascii")))
+                )
+            )
+            for i in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        (first,) = (i for i, was in made if was)
+        assert place.read("round-000000001/manifest-0", 100) == f"{first}".encode()
+        assert place.names("round-000000001") == ["manifest-0"]
+        assert place.read("round-000000001/manifest-1", 100) is None
+        assert place.names("round-000000002") == []
+        place.replace("islands/oslo-1", bytearray(b"1"))
+        place.replace("islands/oslo-1", bytearray(b"22"))
+        assert place.read("islands/oslo-1", 2) == b"22"
+        with pytest.raises(Damaged):
+            place.read("islands/oslo-1", 1)
+        place.remove("islands", ["oslo-1", "oslo-7"])
+        assert place.names("islands") == []
+
+
+def test_a_lost_answer_of_a_link_is_not_another_islands_file(tmp_path, monkeypatch):
+    link = os.link
+
+    def answer_lost(source, target):
+        link(source, target)
+        raise FileExistsError(errno.EEXIST, "it was made, and asked for again")
+
+    monkeypatch.setattr(os, "link", answer_lost)
+    assert Folder(tmp_path, "oslo").create("run", bytearray(b"mine"))
+
+
+def test_links_and_pipes_in_a_folder_are_refused(tmp_path):
+    place = Folder(tmp_path, "oslo")
+    (tmp_path / "link").symlink_to("/etc/passwd")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "pipe"):
+        with pytest.raises(Damaged, match=name):
+            place.read(name, 100)
+
+
+def test_what_a_killed_island_left_is_removed_by_the_next(tmp_path):
+    (tmp_path / "tmp").mkdir()
+    for name in ("oslo.1", "oslo-2.1"):
+        (tmp_path / "tmp" / name).write_bytes(b"a part")
+    Folder(tmp_path, "oslo").clear()
+    assert os.listdir(tmp_path / "tmp") == ["oslo-2.1"]
+
+
+def test_a_storage_without_exclusive_creation_is_refused(monkeypatch):
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    pipe_file = MemoryFileSystem.pipe_file
+    monkeypatch.setattr(
+        MemoryFileSystem,
+        "pipe_file",
+        lambda self, path, value, mode="": pipe_file(self, path, value),
+    )
+    with pytest.raises(ValueError, match="cannot be created exclusively there"):
+        place_at("memory://lax", "oslo")
+
+
+def test_a_storage_that_is_not_installed_is_named():
+    with pytest.raises(ImportError, match=r"pip install '\.\[mailbox\]'"):
+        place_at("no-such-protocol://user:password@bucket/run", "oslo")
+    with pytest.raises(ImportError) as refused:
+        place_at("no-such-protocol://user:password@bucket/run", "oslo")
+    assert "password" not in str(refused.value)
+
+
+# Grace.
+
+
+def test_grace_waits_twice_as_long_as_the_quorum_took_within_its_bounds():
+    now = [0.0]
+    for seconds, quorum_after, late_after in (
+        (60.0, 10.0, 20.0),
+        (5.0, 10.0, 5.0),
+        (60.0, 0.1, 1.0),
+        (0.5, 0.1, 0.5),
+        (None, 10.0, 1e9),
+    ):
+        now[0] = 100.0
+        grace = Grace(2, seconds, lambda: now[0])
+        now[0] += quorum_after
+        assert not grace.over(1, 1)
+        assert not grace.over(2, 1)
+        now[0] += late_after
+        assert not grace.over(2, 1)
+        now[0] += 0.01
+        assert grace.over(2, 1) == (seconds is not None)
+        assert grace.over(2, 0)
