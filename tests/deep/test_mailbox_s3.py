@@ -1,0 +1,103 @@
+"""A mailbox in an S3 server, through the client that users have: `requirements-mailbox.txt`."""
+
+import os
+import re
+import secrets
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+from bagua._core.state.step_folder import Damaged
+from bagua._outer.mailbox.store import place_at
+from support.processes import fork_server
+from support.processes.fork_server import FORKED_PYTHON
+
+pytest.importorskip("s3fs", reason="needs requirements-mailbox.txt")
+moto_server = pytest.importorskip("moto.server", reason="needs requirements-mailbox.txt")
+serving = pytest.importorskip("werkzeug.serving")
+
+EXAMPLE = Path(__file__).parents[2] / "docs/examples/mailbox.py"
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """The URL of an empty bucket."""
+    import s3fs
+
+    # moto looks for a key and writes it in two steps: requests are served one after the other.
+    app = moto_server.DomainDispatcherApplication(moto_server.create_backend_app)
+    server = serving.make_server("127.0.0.1", 0, app, threaded=False)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    for name, value in (
+        ("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}"),
+        ("AWS_ACCESS_KEY_ID", "nobody"),
+        ("AWS_SECRET_ACCESS_KEY", "nothing"),
+        ("AWS_DEFAULT_REGION", "us-east-1"),
+    ):
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    name = f"bucket-{secrets.token_hex(4)}"  # moto keeps those of other tests
+    s3fs.S3FileSystem().mkdir(name)
+    yield f"s3://{name}/run"
+    server.shutdown()
+    thread.join()
+
+
+def test_a_file_is_created_once_and_read_with_a_bound(bucket):
+    place, made = place_at(bucket, "oslo"), []
+    names = "round-000000000/manifest-0", "anchor-000000000"
+    for name, size in zip(names, (9, 12 * 2**20), strict=True):  # the second one in parts
+        threads = [
+            threading.Thread(target=lambda i=i: made.append(place.create(name, contents[i])))  # noqa: B023
+            for i in range(3)
+        ]
+        contents = [bytearray([i]) * size for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert place.read(name, size) in contents
+        with pytest.raises(Damaged):
+            place.read(name, size - 1)
+    assert sorted(made) == [False] * 4 + [True] * 2
+    place.create("round-000000000/empty", bytearray())
+    assert place.read("round-000000000/empty", 9) == b""
+    assert place.names("round-000000000") == ["empty", "manifest-0"]
+    assert place.names("") == ["anchor-000000000", "round-000000000"]
+    place.remove("round-000000000", ["empty", "manifest-0", "gone"])
+    assert place.names("round-000000000") == []
+    assert place.read("round-000000000/manifest-0", 9) is None
+
+
+def test_islands_meet_in_a_bucket_and_end_with_one_anchor(bucket):
+    command = [
+        FORKED_PYTHON,
+        str(EXAMPLE),
+        "--url",
+        bucket,
+        "--rounds",
+        "4",
+        "--secret",
+        "of two islands in S3",
+    ]
+    variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    islands = [
+        subprocess.Popen(
+            [*command, "--island", name],
+            env=os.environ | fork_server.variables() | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for name in ("oslo", "paris")
+    ]
+    try:
+        outputs = [each.communicate(timeout=100)[0].decode() for each in islands]
+    finally:
+        for each in islands:
+            each.kill()
+    found = [re.search(r"rounds=4 loss=.* anchor=(\S+)", text) for text in outputs]
+    assert all(found), outputs
+    assert len({each[1] for each in found}) == 1, outputs
+    assert "nothing" not in "".join(outputs)  # the credentials
