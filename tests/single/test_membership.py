@@ -255,6 +255,7 @@ def test_a_round_and_a_change_ask_the_store_for_as_much_with_many_members_as_wit
         ):
             asked, looks = requests_of(stores, calls)
             assert asked <= 8 + 6 * looks, (size, asked, looks)
+    assert 6 / membership._OF_CHANGES[1] <= 4.0  # a second, while members change
 
 
 def changes_with_links(members, monkeypatch, *bad, least=2):

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import distributed_c10d as c10d
 
-from bagua._core.group.rendezvous import value_in
+from bagua._core.group.rendezvous import Pause, value_in
 from bagua._tools.report import printable
 
 Word = TypeVar("Word")
@@ -56,12 +56,11 @@ class Meeting:
 
         Raises MissingReplyError where nothing comes, BaguaError where ``form`` refuses it.
         """
-        deadline, pause = time.monotonic() + seconds, _PAUSES[0]
+        deadline, pause = time.monotonic() + seconds, Pause(*_PAUSES)
         while not self.has(key):
             if time.monotonic() > deadline:
                 raise MissingReplyError(f"no '{key}' within {seconds:g} s")
-            time.sleep(pause)
-            pause = min(2 * pause, _PAUSES[1])
+            pause.take()
         value = bytes(self._ask(lambda: self._store.get(key)))
         return value_in(value, key, form, _LONGEST_WORD)
 
@@ -98,13 +97,6 @@ def made(word: Word | None) -> Word:
 def one_of(word: Any, *allowed: Any) -> Any:
     """One of some plain values."""
     if not any(type(word) is type(value) and word == value for value in allowed):
-        raise ValueError(word)
-    return word
-
-
-def whole(word: Any, below: int = 1 << 63, least: int = 0) -> int:
-    """A whole number from ``least`` up to, not including, ``below``."""
-    if type(word) is not int or not least <= word < below:
         raise ValueError(word)
     return word
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bagua import BaguaError
-from bagua._core.group.rendezvous import connect_store
+from bagua._core.group.rendezvous import connect_store, whole
 from bagua._tools.meeting import (
     Meeting,
     MissingReplyError,
@@ -23,7 +23,6 @@ from bagua._tools.meeting import (
     finite,
     made,
     text,
-    whole,
 )
 from bagua._watch.publisher import KEY, TIMES
 

@@ -50,6 +50,7 @@ from torch.distributed import distributed_c10d as c10d
 from bagua import _C
 from bagua._core.group.grace import Grace
 from bagua._core.group.rendezvous import (
+    Pause,
     append,
     forget,
     is_name,
@@ -58,12 +59,15 @@ from bagua._core.group.rendezvous import (
     read,
     stored_name,
     value_in,
+    whole,
 )
 
 if TYPE_CHECKING:
     from bagua._core.group.links import Place
 
-_PAUSES = 0.02, 0.5  # seconds between two looks at the store: the first, the longest
+_PAUSES = 0.02, 0.5  # seconds between two looks at the store before a round: the first, the longest
+#: The same while members change: a look is six requests at most, four a second in a long wait.
+_OF_CHANGES = 0.02, 1.5
 _SOMEONE_JOINS = -1  # among the late ones of a round
 _KEY = "bagua/elastic"  # the incarnation that began last
 _MEMBERS, _ASKING = "members", "asking"
@@ -179,17 +183,6 @@ class Pulse:
         return [read(self._store, key) for key in keys]
 
 
-class _Pause:
-    """Sleeps between looks at the store: torch prints two lines for each wait that times out."""
-
-    def __init__(self) -> None:
-        self._seconds = _PAUSES[0]
-
-    def take(self) -> None:
-        time.sleep(self._seconds)
-        self._seconds = min(2 * self._seconds, _PAUSES[1])
-
-
 @contextmanager
 def store_needed() -> Iterator[None]:
     """Failures of the store inside become a :class:`BaguaError`."""
@@ -288,7 +281,7 @@ class Membership:
     def _open(self, key: str, least: int, grace: float) -> list[int]:
         """Who is late for a round, which is decided, perhaps by this process."""
         append(self._store, f"{key}/here", f"{json.dumps([self._rank])}\n")
-        pulse, pause = Pulse(self._store), _Pause()
+        pulse, pause = Pulse(self._store), Pause(*_PAUSES)
         waits = Grace(least, grace)
         while (late := self._found_late(key)) is None:
             here = self._here(key, lambda line: None)
@@ -307,7 +300,7 @@ class Membership:
         return late
 
     def _await_late(self, key: str) -> list[int]:
-        deadline, pause = time.monotonic() + 3 * self._timeout.total_seconds(), _Pause()
+        deadline, pause = time.monotonic() + 3 * self._timeout.total_seconds(), Pause(*_PAUSES)
         while (late := self._found_late(key)) is None:
             if time.monotonic() > deadline:
                 raise _C.BaguaTimeoutError(f"nobody has decided who is late for '{key}'")
@@ -383,7 +376,10 @@ class Membership:
         )
 
     def _await_decision(self, number: int) -> Decision:
-        deadline, pause = time.monotonic() + 3 * self._timeout.total_seconds(), _Pause()
+        deadline, pause = (
+            time.monotonic() + 3 * self._timeout.total_seconds(),
+            Pause(*_OF_CHANGES),
+        )
         while (decision := newest(self._store)).generation < number:
             if time.monotonic() > deadline:
                 raise _C.BaguaTimeoutError(
@@ -395,7 +391,7 @@ class Membership:
 
     def _decide(self, line: list[Any]) -> Decision:
         """The next generation, which is decided, perhaps by this process. ``line``: its own."""
-        pulse, pause, number = Pulse(self._store), _Pause(), self.generation + 1
+        pulse, pause, number = Pulse(self._store), Pause(*_OF_CHANGES), self.generation + 1
         deadline = time.monotonic() + 2 * self._timeout.total_seconds()
         came = False
         while (before := newest(self._store, self.generation)).generation < number:
@@ -501,7 +497,7 @@ class Membership:
 
     def join(self, request: int) -> Change:
         """Wait for the generation that answers a ``request``, or raise: nobody is left."""
-        life, pulse, pause = _life_name(request), Pulse(self._store), _Pause()
+        life, pulse, pause = _life_name(request), Pulse(self._store), Pause(*_OF_CHANGES)
         with store_needed():
             while True:
                 asks = any(one.life == life for one in self._asking())
@@ -562,9 +558,7 @@ def _is_old(key: str, generation: int, lives: Collection[str]) -> bool:
 
 
 def _number(value: Any, least: int = 0) -> int:
-    if type(value) is not int or not least <= value < _MOST_RANK:
-        raise ValueError(value)
-    return value
+    return whole(value, _MOST_RANK, least)
 
 
 def _name(value: Any) -> str:
@@ -673,7 +667,11 @@ def job_at_work(store: c10d.Store, group: str) -> str | None:
         return None
     incarnation = stored_name(store, _KEY)
     its_store = elastic_store(c10d.PrefixStore(f"bagua/{incarnation}/{group}", store))
-    lives, pulse, pause = newest(its_store).members.values(), Pulse(its_store), _Pause()
+    lives, pulse, pause = (
+        newest(its_store).members.values(),
+        Pulse(its_store),
+        Pause(*_OF_CHANGES),
+    )
     pulse.look(lives)
     while not all(pulse.silent(life) for life in lives):
         if any(pulse.beats(life) for life in lives):

@@ -223,7 +223,7 @@ def _receive(store: c10d.Store, name: str, size: int, timeout: timedelta) -> lis
     """Rank 0's part; the ranks that are missing."""
     answered: set[str] = set()
     came: dict[str, str] = {}
-    pause, deadline = _PAUSES[0], time.monotonic() + timeout.total_seconds()
+    pause, deadline = Pause(*_PAUSES), time.monotonic() + timeout.total_seconds()
     while True:
         came |= {rank: number for rank, number in _pairs(store, f"bagua/{name}/came")}
         for _, number in _pairs(store, _HELLO):
@@ -233,8 +233,7 @@ def _receive(store: c10d.Store, name: str, size: int, timeout: timedelta) -> lis
         missing = [rank for rank in range(1, size) if str(rank) not in came]
         if not missing or time.monotonic() > deadline:
             break
-        time.sleep(pause)
-        pause = min(2 * pause, _PAUSES[1])
+        pause.take()
     store.set(f"bagua/{name}/missing", json.dumps(missing))
     if not missing:
         # A number that is not among those that came is of a dead process: nobody reads the answer,
@@ -311,6 +310,18 @@ def has_come(store: c10d.Store, keys: Sequence[str], seconds: float) -> bool:
     return True
 
 
+class Pause:
+    """Sleeps between looks at the store, each time twice as long, from ``first`` to ``longest``
+    seconds: torch prints two lines for each wait that times out."""
+
+    def __init__(self, first: float, longest: float) -> None:
+        self._seconds, self._longest = first, longest
+
+    def take(self) -> None:
+        time.sleep(self._seconds)
+        self._seconds = min(2 * self._seconds, self._longest)
+
+
 def read(store: c10d.Store, key: str) -> bytes:
     """The value of ``key``; empty: there is none. One request, where ``get`` of torch makes two."""
     return bytes(store.compare_set(key, "", ""))
@@ -340,11 +351,18 @@ def forget(store: c10d.Store, keys: Iterable[str]) -> None:
             store.delete_key(key)
 
 
+def whole(word: Any, below: int = 1 << 63, least: int = 0) -> int:
+    """A whole number from ``least`` up to, not including, ``below``; else ValueError."""
+    if type(word) is not int or not least <= word < below:
+        raise ValueError(word)
+    return word
+
+
 def number_in(value: bytes, key: str, below: int) -> int:
     """The number from 0 up to, not including, ``below`` that the ``value`` of ``key`` is."""
-    if not (0 < len(value) <= 20 and value.isdigit() and int(value) < below):
-        _refuse(key, value, f"no number from 0 to {below - 1}")
-    return int(value)
+    return value_in(
+        value, key, lambda word: whole(word, below), 20, f"no number from 0 to {below - 1}"
+    )
 
 
 def lines_in(value: bytes, key: str) -> list[str]:

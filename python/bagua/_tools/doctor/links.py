@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from bagua import _C
-from bagua._tools.meeting import finite, mapping, text, whole
+from bagua._core.group.rendezvous import whole
+from bagua._tools.meeting import finite, mapping, text
 
 _GREETING = struct.Struct("!32sII")  # secret of the job, rank that connects, rank that is meant
 _NUMBER = struct.Struct("!d")

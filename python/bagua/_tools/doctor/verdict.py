@@ -15,8 +15,9 @@ import torch
 import bagua
 from bagua import _C, _build
 from bagua._core.group import environment as env
+from bagua._core.group.rendezvous import whole
 from bagua._tools.doctor.links import Measured
-from bagua._tools.meeting import mapping, text, whole
+from bagua._tools.meeting import mapping, text
 from bagua._tools.report import architectures, gloo_address, interfaces
 
 Pair = tuple[int, int]
