@@ -119,7 +119,7 @@ def late_and_weighted(folder):
     """Trains two islands, one of which misses a round, beside the oracle."""
     shared = {"weight": "samples", "overlap_steps": 1}
     oslo = island(folder, "oslo", mailbox={"quorum": 2}, **shared)
-    paris = island(folder, "paris", seed=5, **shared)
+    paris = island(folder, "paris", seed=5, mailbox={"quorum": 2}, **shared)
     expected = Islands(weights(oslo[0]), RULE.lr, RULE.momentum)
     close = {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(weights(paris[0]), weights(oslo[0]), **close)  # it has joined
@@ -135,9 +135,12 @@ def late_and_weighted(folder):
         now = expected.after(0, twins[name], own[name])
         torch.testing.assert_close(weights(each[0]), now, **close)
     # Paris makes a round alone.
+    of_paris = paris[0].bagua_algorithm._ranks._mailbox
+    object.__setattr__(of_paris, "quorum", 1)
     train(*paris, range(3, 4), 5, 5)
     expected.round([weights(paris[0])], [10])
     train(*paris, range(4, 5), 5, 5)
+    object.__setattr__(of_paris, "quorum", 2)
     # Oslo hears of it at its launch, and its steps count in the round after.
     before = trained_alone(oslo, weights(oslo[0]), 3, 3)
     train(*oslo, range(3, 4), 3, 3)
@@ -201,6 +204,7 @@ def killed(model):
     place, left = members._box.place, members._claim._name
     remove, place.remove = place.remove, lambda *_: None
     members._claim.release()
+    members._claim._thread.join()
     place.remove, members._claim = remove, None
     assert left in os.listdir(os.path.join(place.url, "islands"))
 
@@ -223,8 +227,9 @@ def killed_and_started(folder):
     model, optimizer = island(folder, "oslo", seed=3, **arguments)
     found = model.bagua_algorithm.outer_rounds, before == anchor_bits(model)
     train(model, optimizer, range(10))
-    rounds = model.bagua_algorithm.outer_rounds
+    rounds, claim = model.bagua_algorithm.outer_rounds, model.bagua_algorithm._ranks._claim
     model.bagua_algorithm.close()
+    claim._thread.join()
     return found, rounds
 
 
@@ -327,7 +332,7 @@ def test_bad_files_are_refused_by_name_while_training_goes_on(ranks, tmp_path):
 @training.with_group
 def in_a_folder_that_vanishes(folder):
     bagua.destroy_process_group()
-    bagua.init_process_group(timeout=timedelta(seconds=2))
+    bagua.init_process_group(timeout=timedelta(seconds=5))
     model, optimizer = island(folder, "oslo")
     train(model, optimizer, range(3))
     before = anchor_bits(model)
