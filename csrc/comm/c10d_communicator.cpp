@@ -102,7 +102,7 @@ void C10dCommunicator::all_reduce(at::Tensor& tensor, ReduceOp op) {
     std::vector<at::Tensor> tensors{flat(tensor)};
     c10d::AllreduceOptions options;
     options.reduceOp = to_c10d(op);
-    if (op == ReduceOp::kAvg && !is_nccl_) {
+    if (op == ReduceOp::kAvg && !(is_nccl_ && nccl_averages_well(tensor, group().size))) {
       tensors[0].div_(group().size);
       options.reduceOp = c10d::ReduceOp::SUM;
     }

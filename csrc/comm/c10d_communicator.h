@@ -28,7 +28,7 @@ inline constexpr int64_t kMostRecordsBytes = 256 << 10;
 //
 // Contracts of Communicator, and:
 // - gloo: all_gather, all_to_all and exchange are point to point (Note [gloo moves fragments]).
-//   kAvg divides first and adds then, as DDP does; only NCCL averages by itself.
+//   kAvg divides first and adds then, as DDP does; NCCL averages by itself where it does well.
 // - Group size 1 never touches the backend. Messages without elements are not sent.
 // - The backend gets aliases of the tensors without Python objects: gloo's thread may drop the last
 //   reference while Python is finalizing.

@@ -1,5 +1,7 @@
 """NcclCommunicator over a fake NCCL on host memory: conformance, groups of calls, splits."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,6 +41,20 @@ def test_the_average_is_ncclavg_and_an_exchange_is_one_group(nccl):
     nccl.run(2, run)
     names = ["ncclAllReduce", "ncclGroupEnd", "ncclSend", "ncclRecv"]
     assert [nccl.calls_of(name) for name in names] == [2, 2, 4, 4]
+
+
+def test_the_average_of_16_bits_is_as_unbiased_as_ddps_for_any_number_of_ranks(nccl):
+    for size, dtype in itertools.product((3, 5, 6, 7), (torch.bfloat16, torch.float16)):
+        values = [torch.rand(2000, generator=torch.Generator().manual_seed(r)) for r in range(size)]
+
+        def run(comm, values=values, dtype=dtype):
+            mean = values[comm.rank].to(dtype)
+            comm.all_reduce(mean, _C.ReduceOp.AVG)
+            return mean
+
+        exact = torch.stack([value.to(dtype).double() for value in values]).mean(0)
+        for mean in nccl.run(size, run):
+            assert abs((mean.double() / exact).mean().item() - 1) < 2e-4, (size, dtype)
 
 
 def test_messages_of_a_rank_to_itself_arrive_and_are_no_traffic(nccl):

@@ -44,6 +44,10 @@ class NcclRanks final : public NcclCommunicator {
     const CallSite site = CallSite::of("all_reduce", tensor);
     handle_->refuse_if_failed(site);
     if (is_local_ || tensor.numel() == 0) return;
+    if (op == ReduceOp::kAvg && !nccl_averages_well(tensor, group().size)) {
+      tensor.div_(group().size);
+      op = ReduceOp::kSum;
+    }
     start(site, [&](const NcclFunctions& nccl, ncclComm_t comm, cudaStream_t stream) {
       return nccl.all_reduce(tensor.data_ptr(), tensor.data_ptr(), tensor.numel(), type,
                              to_nccl(op), comm, stream);

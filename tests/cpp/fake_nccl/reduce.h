@@ -1,4 +1,5 @@
-// The arithmetic of the fake NCCL: in double, rounded once at the end.
+// The arithmetic of the fake NCCL: in double, rounded once at the end. An average multiplies by
+// 1 / ranks, rounded to the dtype, as NCCL's does.
 #pragma once
 
 #include <algorithm>
@@ -58,7 +59,7 @@ inline std::vector<char> reduce(const std::vector<const void*>& inputs, size_t c
         if (op == ncclMax) value = std::max(value, other);
         if (op == ncclSum || op == ncclAvg) value += other;
       }
-      if (op == ncclAvg) value /= static_cast<Wide>(inputs.size());
+      if (op == ncclAvg) value *= static_cast<Wide>(static_cast<T>(1.0 / inputs.size()));
       reinterpret_cast<T*>(result.data())[i] = static_cast<T>(value);
     }
   });
