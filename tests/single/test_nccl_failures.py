@@ -238,6 +238,6 @@ def test_impossible_arguments_are_refused(nccl, rank, size, timeout, message):
 
 
 def test_an_old_library_is_refused_by_its_version(nccl):
-    nccl.set_version(21705)
-    with pytest.raises(_C.BaguaError, match=r"is NCCL 2\.17\.5; bagua needs 2\.18\.1 or newer"):
+    nccl.set_version(22705)
+    with pytest.raises(_C.BaguaError, match=r"is NCCL 2\.27\.5; bagua needs 2\.27\.6 or newer"):
         _C.NcclLibrary.open(nccl.library.path)

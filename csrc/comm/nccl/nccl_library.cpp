@@ -9,7 +9,9 @@ namespace bagua {
 namespace {
 
 constexpr const char* kName = "libnccl.so.2";
-constexpr int kOldest = NCCL_VERSION(2, 18, 1);  // the first with ncclCommSplit
+// Before 2.27.3 a group's job belonged to the thread that had opened it, and asking for its state
+// from another was not supported; before 2.27.6 ending a communicator changed the current device.
+constexpr int kOldest = NCCL_VERSION(2, 27, 6);
 
 std::string version_text(int code) {
   return concat(code / 10000, ".", code / 100 % 100, ".", code % 100);
