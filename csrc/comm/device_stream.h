@@ -32,6 +32,10 @@ class TriedDeviceGuard {
   std::optional<c10::DeviceGuard> guard_;
 };
 
+// Calls of this thread into CUDA do not end captures of graphs on other threads, as asking for an
+// event or an abort would while one captures in the default mode.
+void leave_captures_of_others_alone();
+
 // The calling thread waits until the device has done all its work.
 void synchronize(c10::Device device);
 

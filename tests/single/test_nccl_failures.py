@@ -22,6 +22,13 @@ def all_reduce_forever(comm):
         all_reduce(comm)
 
 
+def until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def errors_of(outcomes):
     return [error for _, error in outcomes]
 
@@ -225,6 +232,24 @@ def test_a_communicator_that_does_not_get_quiet_is_aborted_after_the_timeout(ncc
     nccl.run(2, all_reduce, timeout=0.3)
     assert 0.25 < time.monotonic() - start < 10
     assert [nccl.calls_of(name) for name in ["ncclCommDestroy", "ncclCommAbort"]] == [0, 2]
+
+
+def test_an_abort_that_hangs_holds_up_neither_a_call_nor_the_end(nccl):
+    def run(comm):
+        if comm.rank == 1:
+            return None
+        with pytest.raises(_C.BaguaTimeoutError, match="could not start it within 0.3 s"):
+            all_reduce(comm)
+        with pytest.raises(_C.BaguaTimeoutError, match="an earlier call failed"):
+            all_reduce(comm)
+        return comm.failure()
+
+    nccl.hang_aborts(1)
+    before = nccl.alive()
+    assert "all_reduce of" in nccl.run(2, run, timeout=0.3)[0]
+    assert nccl.alive() > before, "the abort has ended"
+    nccl.hang_aborts(0)
+    until(lambda: nccl.alive() == before)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -166,31 +167,44 @@ std::optional<std::string> NcclHandle::asynchronous_error() {
   return said(now);
 }
 
-// Returns when the work has ended, also if another thread is ending it: what it reads and writes
-// may be freed then. An abort that hangs is waited for no longer than a call.
 void NcclHandle::fail(NcclFailure failure) noexcept {
-  ncclComm_t comm;
-  {
-    std::unique_lock lock(mutex_);
-    if (!failure_) failure_ = std::move(failure);
-    comm = std::exchange(comm_, nullptr);
-    if (!comm) return until_aborted(lock);
-    aborting_ = true;
-  }
-  {
-    const TriedDeviceGuard on_device(device_);
-    abort_flag_.raise();
-    nccl_.comm_abort(comm);  // may take its time: not under the mutex
-  }
-  {
-    std::lock_guard lock(mutex_);
-    aborting_ = false;
-  }
-  aborted_.notify_all();
+  begin_to_fail(std::move(failure));
+  until_aborted(timeout_);
 }
 
-void NcclHandle::until_aborted(std::unique_lock<std::mutex>& lock) const {
-  aborted_.wait_for(lock, timeout_, [this] { return !aborting_; });
+void NcclHandle::begin_to_fail(NcclFailure failure) noexcept {
+  std::lock_guard lock(mutex_);
+  if (!failure_) failure_ = std::move(failure);
+  begin_abort(std::exchange(comm_, nullptr));
+}
+
+void NcclHandle::begin_abort(ncclComm_t comm) noexcept {
+  if (!comm) return;
+  abort_flag_.raise();
+  {
+    std::lock_guard lock(abort_->mutex);
+    abort_->runs = true;
+  }
+  const auto run = [library = library_, device = device_, abort = abort_, comm] {
+    leave_captures_of_others_alone();
+    {
+      const TriedDeviceGuard on_device(device);
+      library->functions->comm_abort(comm);
+    }
+    std::lock_guard lock(abort->mutex);
+    abort->runs = false;
+    abort->ended.notify_all();
+  };
+  try {
+    std::thread(run).detach();
+  } catch (const std::system_error&) {  // the machine has no thread left
+    run();
+  }
+}
+
+void NcclHandle::until_aborted(Clock::duration longest) const noexcept {
+  std::unique_lock lock(abort_->mutex);
+  abort_->ended.wait_for(lock, longest, [this] { return !abort_->runs; });
 }
 
 std::optional<NcclFailure> NcclHandle::failure() const {
@@ -238,18 +252,21 @@ void NcclHandle::fail_and_throw(NcclFailure::Kind kind, const std::string& what,
 
 // Somebody else ended the communicator while `what` was under way.
 void NcclHandle::throw_failed(const std::string& what, std::unique_lock<std::mutex>& lock) const {
-  until_aborted(lock);
+  const NcclFailure failure = *failure_;
+  lock.unlock();
+  until_aborted(timeout_);
   const std::string message =
-      concat("rank ", group_.rank, " of ", group_.size, ": ", what, " failed: ", failure_->reason);
-  throw_as(failure_->kind, message);
+      concat("rank ", group_.rank, " of ", group_.size, ": ", what, " failed: ", failure.reason);
+  throw_as(failure.kind, message);
 }
 
 // Not ncclCommAbort at once: what this rank has sent may still wait in its buffers, and a peer for
 // it. Nobody else uses the handle any more, hence no lock.
 void NcclHandle::close() noexcept {
-  if (!comm_) return;
+  const auto longest = std::min<Clock::duration>(timeout_, kLongestClose);
+  if (!comm_) return until_aborted(longest);
   const TriedDeviceGuard on_device(device_);
-  const auto deadline = Clock::now() + std::min<Clock::duration>(timeout_, kLongestClose);
+  const auto deadline = Clock::now() + longest;
   ncclResult_t now = nccl_.comm_finalize(comm_);
   for (Pause pause; now == ncclInProgress && Clock::now() < deadline; pause()) {
     now = state(comm_).value_or(ncclInternalError);
@@ -259,8 +276,8 @@ void NcclHandle::close() noexcept {
     nccl_.comm_destroy(comm);
     return;
   }
-  abort_flag_.raise();
-  nccl_.comm_abort(comm);
+  begin_abort(comm);
+  until_aborted(longest);
 }
 
 }  // namespace bagua

@@ -23,6 +23,8 @@ namespace bagua {
 // and abort takes the pointer away under the mutex before it hands it to ncclCommAbort: whoever
 // comes later finds none. This needs calls that return at once, hence non-blocking mode: NCCL
 // answers ncclInProgress, and the handle asks again, without the mutex between two questions.
+// ncclCommAbort alone has no deadline: it waits for kernels that may stand behind another
+// communicator's, whose peer is dead. So it has a thread that nothing joins.
 
 // Why a handle works no more.
 struct NcclFailure {
@@ -36,7 +38,7 @@ struct NcclFailure {
 // Thread safety: call() and split() from the owner, everything else from any thread (see Note
 // [NCCL and threads]); whatever device a thread is on, NCCL is called on the handle's. Ownership:
 // of the ncclComm_t; the destructor flushes and destroys it, or aborts it if it has failed or does
-// not get quiet in time. May fail: the first failure stays, aborts the communicator, and every
+// not get quiet in time, and leaves an abort that takes long to itself. May fail: the first failure stays, aborts the communicator, and every
 // later call throws Error or TimeoutError with its reason.
 class NcclHandle final {
  public:
@@ -75,8 +77,10 @@ class NcclHandle final {
   std::optional<std::string> asynchronous_error();
 
   // The first failure stays; aborts the communicator, and returns when its work on the stream has
-  // ended.
+  // ended: what it reads and writes may be freed then. Waits no longer than a call.
   void fail(NcclFailure failure) noexcept;
+  // The same without waiting.
+  void begin_to_fail(NcclFailure failure) noexcept;
   std::optional<NcclFailure> failure() const;
 
   // Raised before work on the stream is aborted.
@@ -90,8 +94,16 @@ class NcclHandle final {
   [[noreturn]] void fail_and_throw(NcclFailure::Kind kind, const std::string& what,
                                    const std::string& reason);
   [[noreturn]] void throw_failed(const std::string& what, std::unique_lock<std::mutex>& lock) const;
-  void until_aborted(std::unique_lock<std::mutex>& lock) const;
+  void begin_abort(ncclComm_t comm) noexcept;
+  void until_aborted(Clock::duration longest) const noexcept;
   void close() noexcept;
+
+  // Shared with the thread that is inside ncclCommAbort, which may outlive the handle.
+  struct Abort {
+    std::mutex mutex;
+    std::condition_variable ended;
+    bool runs = false;
+  };
 
   const std::shared_ptr<const NcclLibrary> library_;
   const NcclFunctions& nccl_;
@@ -102,8 +114,7 @@ class NcclHandle final {
   mutable std::mutex mutex_;
   ncclComm_t comm_ = nullptr;
   std::optional<NcclFailure> failure_;
-  bool aborting_ = false;  // a thread is inside ncclCommAbort
-  mutable std::condition_variable aborted_;
+  const std::shared_ptr<Abort> abort_ = std::make_shared<Abort>();
 };
 
 }  // namespace bagua

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include <c10/util/Exception.h>
-#include <dlfcn.h>
 #include <pthread.h>
 
 #include "base/check.h"
@@ -13,23 +12,8 @@
 #include "health/error_text.h"
 
 namespace bagua {
-namespace {
 
 using namespace std::chrono_literals;
-
-// While any thread captures a CUDA graph in the default mode, asking for an event from another
-// thread would end the capture. The driver lets a thread say that its calls are its own business.
-// libcuda is asked by name: whoever has a CUDA device has loaded it.
-void leave_captures_of_others_alone() {
-  void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
-  if (!driver) return;
-  using Exchange = int (*)(int* mode);
-  auto exchange = reinterpret_cast<Exchange>(dlsym(driver, "cuThreadExchangeStreamCaptureMode"));
-  int thread_local_mode = 1;  // CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-  if (exchange) exchange(&thread_local_mode);
-}
-
-}  // namespace
 
 NcclWatchdog::NcclWatchdog(std::shared_ptr<NcclHandle> handle, Group group)
     : handle_(std::move(handle)), group_(group), thread_([this] { run(); }) {}
@@ -82,7 +66,7 @@ bool NcclWatchdog::look() {
   try {
     return land_finished();
   } catch (const std::exception& error) {
-    handle_->fail({NcclFailure::Kind::kError, concat("the device reports: ", short_text(error))});
+    handle_->begin_to_fail({NcclFailure::Kind::kError, concat("the device reports: ", short_text(error))});
     return false;
   }
 }
@@ -125,7 +109,7 @@ bool NcclWatchdog::is_late(Flight& flight) {
 }
 
 void NcclWatchdog::fail(NcclFailure::Kind kind, const CallSite& site, const std::string& reason) {
-  handle_->fail({kind, concat("an earlier call failed (rank ", group_.rank, " of ", group_.size,
+  handle_->begin_to_fail({kind, concat("an earlier call failed (rank ", group_.rank, " of ", group_.size,
                               ": ", site.text(), " failed: ", reason, ")")});
 }
 

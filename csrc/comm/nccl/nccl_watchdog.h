@@ -17,7 +17,8 @@
 namespace bagua {
 
 // A thread that looks after the calls of one handle: when one does not finish on the GPU within the
-// handle's timeout, or NCCL reports an error, it fails the handle with words that name the call.
+// handle's timeout, or NCCL reports an error, it fails the handle with words that name the call,
+// without waiting for the abort.
 // The timeout counts from the moment at which the stream has come to the call: work of the caller's
 // in front of it may take as long as it likes. It sleeps while no call is in flight.
 //

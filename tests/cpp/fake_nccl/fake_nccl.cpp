@@ -142,6 +142,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
   const Visit visit("ncclCommAbort", comm);
   std::unique_lock lock(mutex);
+  changed.wait(lock, [] { return !faults.aborts_hang; });
   abort(comm, lock);
   --alive;
   return ncclSuccess;
@@ -233,6 +234,11 @@ void fake_nccl_break(int rank, int result) {
 void fake_nccl_never_connect() { faults.never_connects = true; }
 void fake_nccl_keep_children() { faults.keeps_children = true; }
 void fake_nccl_never_quiet() { faults.never_quiet = true; }
+void fake_nccl_hang_aborts(int on) {
+  std::lock_guard lock(mutex);
+  faults.aborts_hang = on != 0;
+  changed.notify_all();
+}
 void fake_nccl_make_no_id() { faults.makes_no_id = true; }
 int fake_nccl_alive() {
   std::lock_guard lock(mutex);

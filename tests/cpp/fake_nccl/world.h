@@ -64,6 +64,7 @@ struct Faults {
   bool keeps_children = false;  // their pointers are never written
   bool never_quiet = false;
   bool makes_no_id = false;
+  bool aborts_hang = false;
 };
 
 // Not destroyed: a process may end with threads that still ask.
@@ -81,7 +82,7 @@ inline cudaStream_t last_stream = nullptr;
 inline int ids = 0;
 inline auto& all = *new std::vector<ncclComm*>;  // never freed: late calls are to be found
 inline int alive = 0;
-inline std::condition_variable changed;  // a kernel has ended
+inline auto& changed = *new std::condition_variable;  // a kernel has ended, or aborts go on
 
 struct Call {
   ncclComm_t comm;

@@ -181,6 +181,24 @@ def abort_with_work_on_the_device_is_quick_and_so_is_dropping():
     assert time.monotonic() - start < 20
 
 
+def a_process_ends_while_an_abort_hangs():
+    """As where the stream stands behind another communicator's kernel whose peer is dead."""
+
+    def run(comm):
+        all_reduce(comm, kept[comm.rank])
+        failure, _ = failure_of(comm)
+        assert "not finished on the device" in failure
+        with pytest.raises(_C.BaguaTimeoutError, match="all_reduce refused: an earlier"):
+            all_reduce(comm, kept[comm.rank])
+
+    kept = [torch.ones(3), torch.ones(3)]
+    sys.modules["kept"] = kept  # the hanging abort may still write into them
+    nccl.hang_aborts(1)
+    cuda.hold(1)
+    nccl.run(2, run, TIMEOUT, CUDA)
+    raise SystemExit(0)
+
+
 def a_forked_child_leaves_the_communicator_to_its_parent():
     def run(comm):
         host = torch.ones(3)
