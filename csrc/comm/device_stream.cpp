@@ -6,11 +6,21 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 
+#include "base/check.h"
+
 namespace bagua {
 namespace {
 
 c10::impl::VirtualGuardImpl runtime_of(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type());
+}
+
+// A function of CUDA's driver, or null. libcuda is asked by name: whoever has a CUDA device has
+// loaded it.
+template <typename Signature>
+Signature* driver_function(const char* name) {
+  void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+  return driver ? reinterpret_cast<Signature*>(dlsym(driver, name)) : nullptr;
 }
 
 }  // namespace
@@ -35,14 +45,21 @@ TriedDeviceGuard::TriedDeviceGuard(c10::Device device) noexcept {
   }
 }
 
-// The driver lets a thread say so. libcuda is asked by name: whoever has a CUDA device has loaded it.
 void leave_captures_of_others_alone() {
-  void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
-  if (!driver) return;
-  using Exchange = int (*)(int* mode);
-  auto exchange = reinterpret_cast<Exchange>(dlsym(driver, "cuThreadExchangeStreamCaptureMode"));
   int thread_local_mode = 1;  // CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-  if (exchange) exchange(&thread_local_mode);
+  if (const auto exchange = driver_function<int(int*)>("cuThreadExchangeStreamCaptureMode")) {
+    exchange(&thread_local_mode);
+  }
+}
+
+void refuse_capture(c10::Device device) {
+  if (device.is_cpu()) return;
+  int status = 0;  // CU_STREAM_CAPTURE_STATUS_NONE
+  if (const auto ask = driver_function<int(void*, int*)>("cuStreamIsCapturing")) {
+    ask(current_stream_handle(device), &status);
+  }
+  BAGUA_CHECK(status == 0, "a CUDA graph is being captured, and a training step with communication "
+              "cannot be. Capture the forward alone, or call the step outside torch.cuda.graph().");
 }
 
 void synchronize(c10::Device device) {

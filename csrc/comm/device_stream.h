@@ -36,6 +36,10 @@ class TriedDeviceGuard {
 // event or an abort would while one captures in the default mode.
 void leave_captures_of_others_alone();
 
+// Throws Error where the calling thread's current stream captures a CUDA graph: communication
+// cannot be captured, and would wait for ever.
+void refuse_capture(c10::Device device);
+
 // The calling thread waits until the device has done all its work.
 void synchronize(c10::Device device);
 

@@ -398,6 +398,7 @@ void Engine::stop() noexcept {
 void Engine::begin_round(const RoundOpening& opening) {
   check_process();
   State& state = *state_;
+  refuse_capture(state.buckets.front().flat.device());
   std::unique_lock lock(state.mutex);
   if (state.failure) state.rethrow(lock);
   BAGUA_CHECK(!state.stopped, state.whoami(), ": the engine has been stopped; wrap again.");

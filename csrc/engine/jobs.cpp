@@ -224,6 +224,7 @@ DynamicLane::Future DynamicLane::post(Job job) {
   // Checks
   check();
   check_job(job);
+  refuse_capture(job.flat.device());
 
   const at::Tensor flat = job.flat;
   std::string text =

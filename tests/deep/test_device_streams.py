@@ -10,13 +10,14 @@ import sys
 import pytest
 import torch
 from support.programs.device_work import build_fake_device
-from support.programs.fake_nccl import build_fake_nccl
+from support.programs.fake_nccl import build_fake_driver, build_fake_nccl
 
 RUN = """
 import ctypes, sys
 import torch  # the libraries that the program is linked with
 from bagua import _C
-fake_nccl = sys.argv[2].encode() if len(sys.argv) > 2 else None
+driver = ctypes.CDLL(sys.argv[2])
+fake_nccl = sys.argv[3].encode() if len(sys.argv) > 3 else None
 sys.exit(ctypes.CDLL(sys.argv[1]).device_streams(fake_nccl))
 """
 
@@ -26,7 +27,7 @@ sys.exit(ctypes.CDLL(sys.argv[1]).device_streams(fake_nccl))
 def test_every_op_is_ordered_by_events_and_agrees_with_the_cpu():
     library, nccl = build_fake_device(), build_fake_nccl()
     ended = subprocess.run(
-        [sys.executable, "-c", RUN, library, *([nccl] if nccl else [])],
+        [sys.executable, "-c", RUN, library, build_fake_driver(), *([nccl] if nccl else [])],
         env=os.environ | ({"LD_PRELOAD": nccl} if nccl else {}),
         capture_output=True,
         text=True,

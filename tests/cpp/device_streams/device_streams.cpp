@@ -9,6 +9,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/allclose.h>
+#include <dlfcn.h>
 
 #include "codec/cuda/chunk_codec_cuda.h"
 #include "comm/host_communicator.h"
@@ -308,6 +309,23 @@ void jobs_of_an_aborted_communicator_are_not_used() {
   expect_no_race("jobs of a dynamic lane");
 }
 
+// Rounds and jobs, before anything is on a stream.
+void captures_are_refused() {
+  void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+  const auto capture = reinterpret_cast<void (*)(int)>(dlsym(driver, "fake_driver_capture"));
+  const Subject subject = subjects().front();
+  const std::vector<at::Tensor> flats = make_flats(subject, kFake);
+  const std::unique_ptr<Engine> engine = make_engine(subject, flats);
+  capture(1);
+  const std::string message = message_of_call([&] { engine->begin_round(); });
+  expect(message.find("a CUDA graph is being captured") != std::string::npos, "begin_round() said '",
+         message, "'");
+  capture(0);
+  engine->begin_round();
+  engine->mark_all();
+  engine->wait();
+}
+
 void asynchronous_averaging_keeps_out_of_training() {
   at::Tensor weights = gradient(1).to(kFake);
   auto gate = std::make_shared<WeightGate>();
@@ -372,6 +390,7 @@ extern "C" int device_streams(const char* nccl_library) {
     memory_of_an_unfinished_round_is_not_freed_too_early();
     results_of_an_aborted_collective_are_not_used();
     jobs_of_an_aborted_communicator_are_not_used();
+    captures_are_refused();
     asynchronous_averaging_keeps_out_of_training();
     asynchronous_averaging_does_not_pause_after_an_abort();
     if (nccl_library) {

@@ -42,6 +42,12 @@ def build_fake_cuda():
     return build_library("fake_cuda", "tests/cpp/fake_device/fake_cuda.cpp", flags, libraries)
 
 
+def build_fake_driver():
+    """A libcuda.so.1 that says whether a graph is captured, and notes how threads take captures."""
+    source = "tests/cpp/fake_device/fake_driver.cpp"
+    return build_library("fake_driver", source, libraries=["-Wl,-soname,libcuda.so.1"])
+
+
 class FakeCuda:
     """A device "cuda:1" over host memory, with switches for its events (fake_cuda_*)."""
 
