@@ -31,6 +31,26 @@ void GradientPath::under_autograd(Body body) {
   }
 }
 
+[[noreturn]] static void refuse_compiled_autograd() {
+  C10_THROW_ERROR(NotImplementedError,
+                  "bagua's hooks, which send gradients, are not part of a compiled backward. Turn "
+                  "compiled autograd off (torch._dynamo.config.compiled_autograd = False); "
+                  "torch.compile of the model compiles its backward without it.");
+}
+
+// Runs before the backward of what has made an output.
+struct GradientPath::OutputHook final : autograd::FunctionPreHook {
+  explicit OutputHook(std::weak_ptr<GradientPath> owner) : path(std::move(owner)) {}
+  autograd::variable_list operator()(const autograd::variable_list& gradients) override {
+    if (auto owner = path.lock()) owner->under_autograd([&] { owner->on_backward(); });
+    return gradients;
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
+    refuse_compiled_autograd();
+  }
+  std::weak_ptr<GradientPath> path;
+};
+
 // Runs after a parameter's gradient has been accumulated.
 struct GradientPath::Hook final : autograd::FunctionPostHook {
   Hook(std::weak_ptr<GradientPath> owner, GradientSlot* grad_slot)
@@ -42,6 +62,9 @@ struct GradientPath::Hook final : autograd::FunctionPostHook {
           [&] { owner->on_gradient(*slot, inputs.empty() ? at::Tensor() : inputs[0]); });
     }
     return outputs;
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
+    refuse_compiled_autograd();
   }
   std::weak_ptr<GradientPath> path;
   GradientSlot* slot;
@@ -133,9 +156,7 @@ void GradientPath::watch(const std::vector<at::Tensor>& outputs) {
   for (const at::Tensor& output : outputs) {
     // A hook on a leaf (a parameter, an input) would stay there and see every later backward.
     if (!output.requires_grad() || output.is_leaf()) continue;
-    output.register_hook([weak = weak_from_this()](const at::Tensor&) {
-      if (auto path = weak.lock()) path->under_autograd([&] { path->on_backward(); });
-    });
+    output.grad_fn()->add_tensor_pre_hook(std::make_unique<OutputHook>(weak_from_this()));
     watched_ = true;
   }
 }

@@ -113,6 +113,7 @@ class GradientPath : public std::enable_shared_from_this<GradientPath> {
 
  private:
   struct Hook;
+  struct OutputHook;
   enum Phase { kIdle, kActive };
 
   GradientPath(std::shared_ptr<Engine> engine, GradientPathOptions options);

@@ -142,6 +142,19 @@ def test_code_that_cannot_be_one_graph_raises_with_the_remedy(ranks):
 
 
 @training.with_group
+def backward_under_compiled_autograd():
+    model = training.network().with_bagua([], GradientAllReduceAlgorithm())
+    loss = training.squared_error(model, training.batch(0, dist.get_rank()))
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        return training.error_of(loss.backward)
+
+
+def test_compiled_autograd_is_refused_with_the_remedy(ranks):
+    for message in ranks(2, backward_under_compiled_autograd):
+        assert "torch._dynamo.config.compiled_autograd = False" in message
+
+
+@training.with_group
 def ignored_names():
     model = training.network(seed=dist.get_rank())
     model._ddp_params_and_buffers_to_ignore = ["2.bias"]
