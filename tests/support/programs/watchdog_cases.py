@@ -3,10 +3,12 @@
 Run as a program with the name of a case: the fake device stays in the process it is loaded into.
 """
 
+import ctypes
 import os
 import sys
 import threading
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,7 +19,7 @@ import torch
 import torch.distributed as dist
 from bagua import _C
 from bagua._core.group import connections as _transport
-from support.programs.fake_nccl import FakeCuda, FakeNccl
+from support.programs.fake_nccl import FakeCuda, FakeNccl, build_fake_driver
 from support.threads.thread_ranks import run_threads
 
 CUDA = torch.device("cuda", 1)
@@ -199,6 +201,24 @@ def a_process_ends_while_an_abort_hangs():
     raise SystemExit(0)
 
 
+def threads_of_a_communicator_leave_captures_of_others_alone():
+    """The watchdog, which asks for events, and the thread that aborts."""
+
+    def run(comm):
+        all_reduce(comm, torch.ones(3))
+        until_done()
+        in_use = driver.fake_driver_threads_in_thread_local_mode()
+        barrier.wait()
+        comm.abort("no more")
+        return in_use
+
+    driver = ctypes.CDLL(build_fake_driver())
+    barrier = threading.Barrier(2)
+    assert nccl.run(2, run, 60, CUDA) == [2, 2]
+    assert driver.fake_driver_threads_in_thread_local_mode() == 4
+    assert driver.fake_driver_threads_in_another_mode() == 0
+
+
 def a_forked_child_leaves_the_communicator_to_its_parent():
     def run(comm):
         host = torch.ones(3)
@@ -247,6 +267,18 @@ def a_transport_connects_cuda_tensors_through_nccl():
 
     assert on_ranks(run) == [([3.0] * 4, 16)] * 2
     assert nccl.calls_of("ncclAllReduce") == 2
+
+
+def one_queue_for_all_streams_is_warned_of():
+    _transport.gpu_identity = lambda device: str(threading.get_ident())
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        on_ranks(lambda connections: connections.connect("all", CUDA))
+    (text,) = {str(warning.message) for warning in caught}
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1 gives all streams of a GPU one queue" in text
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
+    on_ranks(lambda connections: connections.connect("again", CUDA))
 
 
 def a_rank_may_have_several_devices():

@@ -29,7 +29,7 @@ from torch.distributed import distributed_c10d as c10d
 from bagua import _C
 from bagua._core.group import environment as env
 from bagua._core.group.rendezvous import lines_in, number_in
-from bagua._core.group.warn import warn_here
+from bagua._core.group.warn import warn, warn_here
 
 #: Names of what a communicator has moved.
 MOVED = ("bytes_sent", "bytes_received", "messages_sent", "messages_received")
@@ -526,6 +526,12 @@ class Connections:
         rank, timeout = members.index(self.rank), self.timeout.total_seconds()
         # Transports wait mutely, and keep the store: all members are to be here before.
         gpus = self._gather(f"{name}/gpus", members, gpu_identity(device))
+        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            warn(
+                "CUDA_DEVICE_MAX_CONNECTIONS=1 gives all streams of a GPU one queue, in which "
+                "collectives of bagua and of torch, whose order differs between ranks, can wait "
+                "for each other for ever. Unset it, or set it to 8, on every rank."
+            )
         try:
             return _C.NcclCommunicator(nccl_library(), store, rank, len(members), device, timeout)
         except _C.BaguaTimeoutError:
