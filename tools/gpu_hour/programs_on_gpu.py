@@ -157,7 +157,7 @@ def two():
         attempt(f"two ranks: {name}", train_two, name, test_algorithms.ONE_BUCKET)
 
 
-# ---- steps: what a step costs on one GPU, and a trace of two ranks ----
+# ---- steps: what a step of two ranks costs that share the GPU, and a trace ----
 
 
 WIDTH = 64 if DRY else 2048
@@ -185,17 +185,24 @@ def time_steps(model, optimizer, steps=STEPS, warm_up=5):
     return {"host_ms": statistics.median(issued[warm_up:]), "ms": statistics.median(done[warm_up:])}
 
 
-def time_alone(name):
+@training.with_group
+def times_of_a_rank(name):
     """A step without communication, under torch's DDP, or under an algorithm."""
-    with alone():
-        model = large_model(24)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-        if name == "ddp":
-            group = dist.new_group(backend="gloo" if DRY else "nccl")
-            return time_steps(DistributedDataParallel(model, process_group=group), optimizer)
-        if name != "plain":
-            model.with_bagua([optimizer], made(name))
-        return time_steps(model, optimizer)
+    training.device()
+    model = large_model(24)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    if name == "ddp":
+        group = dist.new_group(backend="gloo" if DRY else "nccl")
+        return time_steps(DistributedDataParallel(model, process_group=group), optimizer)
+    if name != "plain":
+        model.with_bagua([optimizer], made(name))
+    return time_steps(model, optimizer)
+
+
+def time_two(name):
+    import programs_on_gpu  # under a name that ranks can import
+
+    return on_hosts(2, programs_on_gpu.times_of_a_rank, name)
 
 
 @training.with_group
@@ -225,7 +232,7 @@ def trace_two(name):
 
 def steps():
     for name in few(("plain", "ddp", "gradient_allreduce", "bytegrad", "power_sgd", "sparse")):
-        attempt(f"a step alone: {name}", time_alone, name)
+        attempt(f"a step of two ranks: {name}", time_two, name)
     attempt("a trace of two ranks: bytegrad", trace_two, "bytegrad")
 
 
