@@ -238,7 +238,7 @@ def test_an_abort_that_hangs_holds_up_neither_a_call_nor_the_end(nccl):
     def run(comm):
         if comm.rank == 1:
             return None
-        with pytest.raises(_C.BaguaTimeoutError, match="could not start it within 0.3 s"):
+        with pytest.raises(_C.BaguaTimeoutError, match=r"could not start it within 0\.3 s"):
             all_reduce(comm)
         with pytest.raises(_C.BaguaTimeoutError, match="an earlier call failed"):
             all_reduce(comm)
