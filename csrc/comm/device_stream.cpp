@@ -58,7 +58,8 @@ void refuse_capture(c10::Device device) {
   if (const auto ask = driver_function<int(void*, int*)>("cuStreamIsCapturing")) {
     ask(current_stream_handle(device), &status);
   }
-  BAGUA_CHECK(status == 0, "a CUDA graph is being captured, and a training step with communication "
+  BAGUA_CHECK(status == 0,
+              "a CUDA graph is being captured, and a training step with communication "
               "cannot be. Capture the forward alone, or call the step outside torch.cuda.graph().");
 }
 

@@ -54,8 +54,8 @@ inline void check_all_reduce(const at::Tensor& tensor, ReduceOp op) {
               "all_reduce: bool has no sum, use max (any) or min (all)");
 }
 
-// NCCL averages by a factor of 1 / size in the tensor's dtype. In 16 bits it is rounded so much that
-// the mean of 3, 5, 6 or 7 ranks is off by up to 0.2 %, unlike that of a power of two.
+// NCCL averages by a factor of 1 / size in the tensor's dtype. In 16 bits it is rounded so much
+// that the mean of 3, 5, 6 or 7 ranks is off by up to 0.2 %, unlike that of a power of two.
 inline bool nccl_averages_well(const at::Tensor& tensor, int size) {
   return tensor.element_size() > 2 || std::has_single_bit(static_cast<unsigned>(size));
 }

@@ -38,8 +38,9 @@ struct NcclFailure {
 // Thread safety: call() and split() from the owner, everything else from any thread (see Note
 // [NCCL and threads]); whatever device a thread is on, NCCL is called on the handle's. Ownership:
 // of the ncclComm_t; the destructor flushes and destroys it, or aborts it if it has failed or does
-// not get quiet in time, and leaves an abort that takes long to itself. May fail: the first failure stays, aborts the communicator, and every
-// later call throws Error or TimeoutError with its reason.
+// not get quiet in time, and leaves an abort that takes long to itself. May fail: the first failure
+// stays, aborts the communicator, and every later call throws Error or TimeoutError with its
+// reason.
 class NcclHandle final {
  public:
   using Clock = std::chrono::steady_clock;

@@ -66,7 +66,8 @@ bool NcclWatchdog::look() {
   try {
     return land_finished();
   } catch (const std::exception& error) {
-    handle_->begin_to_fail({NcclFailure::Kind::kError, concat("the device reports: ", short_text(error))});
+    handle_->begin_to_fail(
+        {NcclFailure::Kind::kError, concat("the device reports: ", short_text(error))});
     return false;
   }
 }
@@ -109,8 +110,8 @@ bool NcclWatchdog::is_late(Flight& flight) {
 }
 
 void NcclWatchdog::fail(NcclFailure::Kind kind, const CallSite& site, const std::string& reason) {
-  handle_->begin_to_fail({kind, concat("an earlier call failed (rank ", group_.rank, " of ", group_.size,
-                              ": ", site.text(), " failed: ", reason, ")")});
+  handle_->begin_to_fail({kind, concat("an earlier call failed (rank ", group_.rank, " of ",
+                                       group_.size, ": ", site.text(), " failed: ", reason, ")")});
 }
 
 }  // namespace bagua

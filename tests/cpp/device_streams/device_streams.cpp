@@ -318,8 +318,8 @@ void captures_are_refused() {
   const std::unique_ptr<Engine> engine = make_engine(subject, flats);
   capture(1);
   const std::string message = message_of_call([&] { engine->begin_round(); });
-  expect(message.find("a CUDA graph is being captured") != std::string::npos, "begin_round() said '",
-         message, "'");
+  expect(message.find("a CUDA graph is being captured") != std::string::npos,
+         "begin_round() said '", message, "'");
   capture(0);
   engine->begin_round();
   engine->mark_all();
