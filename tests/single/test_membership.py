@@ -121,6 +121,28 @@ def test_what_strangers_write_is_refused(founded, text):
     assert "under 'members', which is not of the form that it should be" in str(error)
 
 
+def decided(members, **changed):
+    """The decision after the first generation of ``members``, with what is ``changed`` in it."""
+    lives = {member._rank: member._life.name for member in members}
+    return membership.Decision(1, lives, **changed).text()
+
+
+def test_decisions_without_the_counters_that_members_need_are_refused(founded):
+    store, members = founded
+    for reports in ({}, {0: {}}, {0: {"steps": 3}}, {0: {"rounds": -1}}):
+        store.set("members", decided(members, reports=reports))
+        for rank in range(3):
+            member = Membership(store, rank, TIMEOUT, counts=["rounds"])
+            member.generation, member.lives = 0, members[0].lives
+            (error,) = changes([member])
+            assert "under 'members', which is not of the form" in str(error), reports
+            with pytest.raises(BaguaError, match="under 'members'"):
+                member.join(int(members[rank]._life.name, 16))
+    store.set("members", decided(members, reports={0: {"rounds": 3, "more": 0}}))
+    member = Membership(store, 1, TIMEOUT, counts=["rounds"])
+    assert member.join(int(members[1]._life.name, 16)).reports[0]["rounds"] == 3
+
+
 class LostStore(dist.Store):
     """A store whose host is gone."""
 

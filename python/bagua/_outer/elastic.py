@@ -63,6 +63,8 @@ if TYPE_CHECKING:
 
 #: Changes in a row that may fail before the training does.
 _MOST_ATTEMPTS = 5
+#: Those of a report that a member goes on with.
+_COUNTERS = "steps", "outer_rounds", "communications", "trained", "postponed"
 
 _log = logging.getLogger("bagua")
 
@@ -113,6 +115,7 @@ class ElasticRanks(FixedRanks):
                 group.timeout,
                 leads=island is None or island.group.rank == 0,
                 called=self._called,
+                counts=_COUNTERS,
             )
         self._membership = group.membership
         if group.waits_to_join:

@@ -210,6 +210,7 @@ class Membership:
         timeout: after which a member that lives and does not come is given up.
         leads: False: another process of this member writes and decides.
         called: what members are called in errors.
+        counts: counters that each report has.
 
     Attributes:
         owner: returns what makes the group's changes, for one wrapped module at a time, or None.
@@ -224,6 +225,7 @@ class Membership:
         *,
         leads: bool = True,
         called: str = "rank",
+        counts: Collection[str] = (),
     ) -> None:
         self.owner: Callable[[], object | None] = lambda: None
         self.generation = 0
@@ -233,6 +235,7 @@ class Membership:
         self._life = Life(store) if leads else None
         self._timeout = timeout
         self._called = called
+        self._counts = counts
         self._unanswered: list[str] = []  # lives that the last decision has not taken in
         self._met_founders = False
         self._gathered = 0  # rounds of this generation
@@ -313,11 +316,7 @@ class Membership:
             text = read(self._store, f"{key}/late")
             return _word(text, f"{key}/late", lambda ranks: [_number(r, -1) for r in ranks])
         # The others may have changed without this member since, and deleted that decision.
-        return (
-            [self._rank]
-            if newest(self._store, self.generation).generation > self.generation
-            else None
-        )
+        return [self._rank] if self._newest(self.generation).generation > self.generation else None
 
     def _forget_round(self, number: int) -> None:
         key = f"generation{self.generation}/round{number}"
@@ -375,12 +374,15 @@ class Membership:
             decision.apart,
         )
 
+    def _newest(self, known: int = -1) -> Decision:
+        return newest(self._store, known, self._counts)
+
     def _await_decision(self, number: int) -> Decision:
         deadline, pause = (
             time.monotonic() + 3 * self._timeout.total_seconds(),
             Pause(*_OF_CHANGES),
         )
-        while (decision := newest(self._store)).generation < number:
+        while (decision := self._newest()).generation < number:
             if time.monotonic() > deadline:
                 raise _C.BaguaTimeoutError(
                     f"the {self._called}s have not decided on their generation {number} within "
@@ -394,7 +396,7 @@ class Membership:
         pulse, pause, number = Pulse(self._store), Pause(*_OF_CHANGES), self.generation + 1
         deadline = time.monotonic() + 2 * self._timeout.total_seconds()
         came = False
-        while (before := newest(self._store, self.generation)).generation < number:
+        while (before := self._newest(self.generation)).generation < number:
             if not came:
                 append(self._store, f"generation{number}/here", f"{json.dumps(line)}\n")
                 came = True
@@ -501,7 +503,7 @@ class Membership:
         with store_needed():
             while True:
                 asks = any(one.life == life for one in self._asking())
-                decision = newest(self._store)  # read last: it is decided before a line goes
+                decision = self._newest()  # read last: it is decided before a line goes
                 if decision.members.get(self._rank) == life and self._rank in decision.joined():
                     return self._enter(decision, [])
                 pulse.look(decision.members.values())
@@ -537,12 +539,15 @@ def _requests_in(value: bytes) -> list[_Request]:
     return [*{request.rank: request for request in lines}.values()]
 
 
-def newest(store: c10d.Store, known: int = -1) -> Decision:
-    """The generation that was decided last; there have been those up to ``known``."""
+def newest(store: c10d.Store, known: int = -1, counts: Collection[str] = ()) -> Decision:
+    """The generation that was decided last; there have been those up to ``known``.
+
+    ``counts``: counters that each of its reports has.
+    """
     text = read(store, _MEMBERS)
     if not text and known < 0:
         return Decision()
-    return _word(text, _MEMBERS, lambda value: _decision(value, text, known))
+    return _word(text, _MEMBERS, lambda value: _decision(value, text, known, counts))
 
 
 def forget_old(store: c10d.Store, generation: int, lives: Collection[str]) -> None:
@@ -613,14 +618,13 @@ def links_in_words(called: str, apart: Iterable[tuple[int, int]]) -> str:
 
 
 def _report(value: Any) -> Report:
-    if not all(
-        is_name(name.replace("_", "").encode()) and type(value[name]) is int for name in value
-    ):
-        raise ValueError(value)
+    for name, count in value.items():
+        if not is_name(name.replace("_", "").encode()) or type(count) is not int or count < 0:
+            raise ValueError(value)
     return dict(value)
 
 
-def _decision(value: Any, text: bytes, known: int) -> Decision:
+def _decision(value: Any, text: bytes, known: int, counts: Collection[str]) -> Decision:
     found = Decision(
         _number(value["generation"], max(known, 0)),
         {_number(int(rank)): _name(life) for rank, life in value["members"].items()},
@@ -629,7 +633,10 @@ def _decision(value: Any, text: bytes, known: int) -> Decision:
         [(_number(one), _number(other)) for one, other in value["apart"]],
         [_name(life) for life in value["unanswered"]],
     )
-    if found.text().encode() != text or not {*found.reports} <= {*found.members}:
+    right = {*found.reports} <= {*found.members} and (found.generation == 0 or found.reports)
+    if not right or any(not report.keys() >= {*counts} for report in found.reports.values()):
+        raise ValueError(value)
+    if found.text().encode() != text:
         raise ValueError(value)
     return found
 
