@@ -267,6 +267,25 @@ def test_what_is_owed_survives_a_change_of_ranks_but_for_what_was_lost():
         assert_owed(debt(after.take(plan).states(), plan), expected)
 
 
+def test_a_page_that_stays_when_others_come_counts_among_the_ranks_it_had():
+    ledger = Ledger("A", connections(0, [0, 0]))
+
+    def page(name):
+        flat = torch.zeros(3)
+        return Page(flat, [(name, flat)], _C.RoundOutcome(), error_feedback=True)
+
+    stays = page("stays")
+    ledger.take(stays)
+    for _, error in stays.errors():
+        error.fill_(1.0)
+    stays.communications.fill_(1)
+    ledger._connections = connections(0, [0] * 4)
+    ledger.take(page("comes"))
+    again = page("stays")
+    ledger.take(again)
+    assert [error.tolist() for _, error in again.errors()] == [[2.0] * 3]  # of twice as many ranks
+
+
 def zeroed(state):
     return {
         key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else value

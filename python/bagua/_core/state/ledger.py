@@ -104,6 +104,7 @@ class Page:
         if part is not None:
             tensors.append(flat.new_zeros(numel, dtype=wide))
         self._tensors, self._cut = len(tensors), part is not None
+        self.ranks = 0  # among which its residuals count, of a ledger
         self.memory = _C.RoundMemory(tensors, outcome)
         self.matrices = matrices or {}
         self._seed = seed
@@ -248,7 +249,6 @@ class Ledger:
         self._shards = shards
         self._aside: dict[str, _Entries] = {}
         self._communications = 0  # behind what is aside
-        self._ranks = 0  # among which the residuals of the pages count
 
     def members(self) -> list[int]:
         connections = self._connections()
@@ -271,7 +271,12 @@ class Ledger:
         for name in names:
             self._aside.pop(name, None)
         self.pages += pages
-        self._ranks = len(self.members())
+        self._count(pages)
+
+    def _count(self, pages: Iterable[Page]) -> None:
+        """From now on residuals of ``pages`` count among the ranks of today."""
+        for page in pages:
+            page.ranks = len(self.members())
 
     def put_aside(self, *pages: Page) -> None:
         """Keep the state of ``pages``, whose buckets are at work no more, for later ones."""
@@ -283,7 +288,7 @@ class Ledger:
             if count == 0:
                 continue  # it holds nothing
             self._communications = max(count, self._communications)
-            entries = {name: _Entries(self._ranks) for name in page.names}
+            entries = {name: _Entries(page.ranks) for name in page.names}
             for name, query in page.queries():
                 entries[name].query = query
             for name, error in page.errors():
@@ -395,7 +400,7 @@ class Ledger:
             _copy(pairs)
             for name in (name for page in pages for name in page.names):
                 aside.pop(name, None)
-            self._ranks = len(self.members())
+            self._count(pages)
         else:
             self.pages = []
         self._aside, self._communications = aside, communications
