@@ -337,6 +337,38 @@ def refusals():
     return errors
 
 
+def sharded_by_accelerate(late):
+    """What training says of plain parameters beside the shards that Accelerate makes on a GPU."""
+    import bagua.fsdp
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    own = accelerator()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+    own.state.fsdp_plugin = plugin
+    model = fsdp2_prepare_model(own, network())
+    adapter = nn.Linear(5, 5)
+
+    def train():
+        if not late:
+            model.append(adapter)
+        bagua.fsdp.compress(model)
+        model(data()[0]).sum().backward()
+        if late:
+            model.append(adapter)
+        model(data()[0]).sum().backward()
+
+    return training.error_of(train)
+
+
+def test_a_late_adapter_beside_shards_of_accelerate_is_refused_by_name(ranks):
+    for late in (False, True):
+        for error in ranks(2, sharded_by_accelerate, late):
+            assert error.startswith("BaguaError: "), error
+            assert "parameters '3.weight', '3.bias' are trainable and not" in error, error
+            assert "ignored_params" in error
+
+
 REFUSED = {
     "prepared": "RuntimeError: use: a model is prepared already",
     "twice": "RuntimeError: use was called for this accelerator already",

@@ -203,7 +203,7 @@ def _check_accelerator(accelerator: accelerate.Accelerator) -> None:
         raise NotImplementedError(
             f"use: this Accelerator trains by {'a parallelism_config' if sharded else kind.name}, "
             "not by torch's DistributedDataParallel; communication hooks are for MULTI_CPU and "
-            "MULTI_GPU"
+            "MULTI_GPU. With fsdp_version=2 call bagua.fsdp.compress(model) after prepare()"
         )
     if not hasattr(accelerator, "ddp_handler") or not hasattr(accelerator, "_models"):
         raise RuntimeError(
