@@ -90,11 +90,18 @@ def one_is_slow_by_other_doors():
     other, handle_of_other, _ = hooked.made("small_buckets", ByteGradAlgorithm(hierarchical=False))
     model, _ = sharded.compressed(weights=True)
     of_torch, _ = sharded.compressed()
+    begun, _ = sharded.compressed()
+
+    def gather_begun():
+        begun.unshard(async_op=True).wait()
+        begun.reshard()
+
     doors = {
         "hook": lambda: hooked.plain_step(ddp, 0),
         "buckets": lambda: hooked.plain_step(other, 0),
         "fsdp": lambda: sharded.backward(model, 0),
         "gather": lambda: sharded.backward(of_torch, 0),
+        "gather that was begun": gather_begun,
         "eager": lambda: bagua.allreduce_inplace(torch.ones(4)),
     }
     told = {door: [] for door in doors}
@@ -129,6 +136,7 @@ def test_a_slow_rank_is_a_warning_by_every_door(ranks):
         assert re.search("rank 1 is (1|still in) ", told[door][0]), told[door]
     assert "(DistributedDataParallel's own collectives in its forward)" in told["buckets"][0]
     assert "(gathering the weights of '" in told["gather"][0]
+    assert "(gathering the weights of '" in told["gather that was begun"][0]
 
 
 def test_a_slow_rank_is_a_warning_on_those_that_wait_for_it(ranks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 if TYPE_CHECKING:
     from bagua.fsdp import Handle
 
+_GATHERING = "gathering the weights"
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -92,16 +94,30 @@ class AllGather(_Collective):
             self._handle.rounds.end()
         # torch joins parameters of several dtypes as bytes.
         if not self._compressed or output_tensor.dtype not in _FLOATING:
-            with self._handle.outside_the_lane("gathering the weights", self._module):
+            with self._handle.outside_the_lane(_GATHERING, self._module):
                 work: dist.Work | None = _all_gather(
                     output_tensor, input_tensor, group=group, async_op=async_op
                 )
-                return work
+            return None if work is None else _Gather(work, self._handle, self._module)
         own = output_tensor.chunk(group.size())[group.rank()]
         if own.data_ptr() != input_tensor.data_ptr():
             own.copy_(input_tensor)
         self._handle.all_gather(self._module, output_tensor, group)
         return None
+
+
+class _Gather(dist.Work):
+    """A gather of torch's that was begun, whose wait is told."""
+
+    def __init__(self, work: dist.Work, handle: Handle, module: str) -> None:
+        super().__init__()
+        self._work = work
+        self._handle = handle
+        self._module = module
+
+    def wait(self, *timeout: timedelta) -> bool:
+        with self._handle.outside_the_lane(_GATHERING, self._module):
+            return self._work.wait(*timeout)
 
 
 # torch 2.13's names for what it deprecates.
