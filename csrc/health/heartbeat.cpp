@@ -126,7 +126,8 @@ std::string not_here(const Heartbeat& beat, const Looker& me, const Position& he
 }
 
 std::string silent(const Heartbeat& beat, const Looker& me, const Position& here) {
-  const std::string lost = " was killed, stopped or cut off: silent for over a second";
+  const std::string lost =
+      " was killed, stopped or cut off, or left by os._exit(): silent for over a second";
   const SeatPosition* position = beat.at(me.seat);
   if (position && !here.unit.empty()) {
     return concat(lost, ", last in ", here.unit, " ", position->where.round, " (",

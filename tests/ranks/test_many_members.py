@@ -5,7 +5,7 @@ import time
 
 from support.processes.members import Members
 
-KILLED = "rank 3 was killed, stopped or cut off: silent for over a second"
+KILLED = "rank 3 was killed, stopped or cut off, or left by os._exit(): silent for over a second"
 STORE = "The job's store does not answer"
 #: Of one member, of an address in gloo's message with 64 ranks; and meetings of a wrap beside that
 #: of nodes.

@@ -67,8 +67,9 @@ def test_a_rank_that_beats_no_more_is_silent_and_one_that_never_did_is_unknown()
     time.sleep(0.2)
     del one
     assert zero.survey(7) == (
-        "Where the others are: rank 1 was killed, stopped or cut off: silent for over a second, "
-        "last in round 7 (bucket 'a' is under way); rank 2 has sent no heartbeat."
+        "Where the others are: rank 1 was killed, stopped or cut off, or left by os._exit(): "
+        "silent for over a second, last in round 7 (bucket 'a' is under way); "
+        "rank 2 has sent no heartbeat."
     )
 
 
@@ -381,6 +382,6 @@ def test_a_killed_rank_of_64_is_named_rightly_by_one_200_ms_away():
         del board
         end()
     assert seen == (
-        "Where the others are: rank 63 was killed, stopped or cut off: silent for over a second, "
-        "last in round 5 (computing)."
+        "Where the others are: rank 63 was killed, stopped or cut off, or left by os._exit(): "
+        "silent for over a second, last in round 5 (computing)."
     )
