@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <iterator>
 #include <mutex>
 #include <string>
 #include <string_view>
@@ -12,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include <arpa/inet.h>
 #include <fcntl.h>
 #include <linux/tcp.h>  // of which glibc's has no shortest round trip
 #include <netinet/in.h>
@@ -27,6 +29,9 @@ namespace {
 // take four minutes and more, some firewalls one.
 constexpr int kIdleSeconds = 30;
 constexpr int kProbes = 3;
+constexpr unsigned kSentAgain = 2;        // times
+constexpr unsigned kUnansweredMs = 1000;  // a far peer on a lossy path answers sooner
+constexpr size_t kMostAddresses = 4;
 constexpr int kEstablished = 1;  // TCP_ESTABLISHED, which linux/tcp.h does not name
 
 // State of the handlers of fork(). Never destroyed: a process may fork until its end.
@@ -131,6 +136,26 @@ std::chrono::microseconds shortest_round_trip(int number) {
   return std::chrono::microseconds(info.tcpi_min_rtt);
 }
 
+bool is_unanswered(int number) {
+  tcp_info info{};
+  socklen_t length = sizeof(info);
+  return getsockopt(number, IPPROTO_TCP, TCP_INFO, &info, &length) == 0 && info.tcpi_unacked > 0 &&
+         info.tcpi_backoff >= kSentAgain && info.tcpi_last_ack_recv >= kUnansweredMs;
+}
+
+// Empty where the socket is not connected.
+std::string address_of_peer(int number) {
+  sockaddr_storage address{};
+  socklen_t length = sizeof(address);
+  if (getpeername(number, reinterpret_cast<sockaddr*>(&address), &length) != 0) return "";
+  const bool is_short = address.ss_family == AF_INET;
+  const void* bytes = &reinterpret_cast<const sockaddr_in6&>(address).sin6_addr;
+  if (is_short) bytes = &reinterpret_cast<const sockaddr_in&>(address).sin_addr;
+  char text[INET6_ADDRSTRLEN] = "";
+  const char* found = inet_ntop(address.ss_family, bytes, text, sizeof(text));
+  return found ? found : "";
+}
+
 bool is_inheritable_tcp(int number) {
   const int flags = fcntl(number, F_GETFD);
   return flags >= 0 && (flags & FD_CLOEXEC) == 0 && is_tcp(number);
@@ -178,6 +203,22 @@ void torch_sockets_give_up_after(std::chrono::milliseconds silence, int store_po
     if (is_inheritable_tcp(number) || (is_tcp(number) && has_port(number, store_port)))
       ask_after(number, silence);
   }
+}
+
+std::vector<std::string> unreached_addresses() {
+  std::vector<OpenFile> sockets;
+  {
+    const std::lock_guard lock(kept().mutex);
+    sockets = kept().sockets;
+  }
+  std::set<std::string> found;
+  for (const auto [number, inode] : sockets) {
+    const bool is_open = socket_inode("/proc/self/fd/" + std::to_string(number)) == inode;
+    if (is_open && is_unanswered(number)) found.insert(address_of_peer(number));
+  }
+  found.erase("");
+  const size_t most = std::min(found.size(), kMostAddresses);
+  return {found.begin(), std::next(found.begin(), static_cast<int64_t>(most))};
 }
 
 }  // namespace bagua

@@ -4,6 +4,8 @@
 #include <chrono>
 #include <compare>
 #include <set>
+#include <string>
+#include <vector>
 
 #include <sys/types.h>
 
@@ -53,5 +55,10 @@ class OpenedSockets {
 // As `give_up_after`, for sockets that others have opened before bagua: those of torch's groups,
 // which gloo leaves without close-on-exec, and those of a store with `store_port`.
 void torch_sockets_give_up_after(std::chrono::milliseconds silence, int store_port);
+
+// Addresses, at most four, of peers of the sockets that are kept from children, which have
+// acknowledged nothing for over a second of data that was sent again and again: the path there, or
+// the path back, loses all packets, or the large ones.
+std::vector<std::string> unreached_addresses();
 
 }  // namespace bagua

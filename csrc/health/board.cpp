@@ -10,6 +10,7 @@
 
 #include "base/check.h"
 #include "base/drop.h"
+#include "base/own_sockets.h"
 #include "health/store_is_silent.h"
 
 namespace bagua {
@@ -24,6 +25,9 @@ constexpr size_t kMostFailed = 8;
 constexpr milliseconds kPatiencePerRank(10);
 // A wait that cannot end is looked for after so long where no wait is reported.
 constexpr milliseconds kFirstLook(10000);
+
+// A transport that has failed has closed its sockets: what they told is repeated for so long.
+constexpr milliseconds kTold(10000);
 
 std::string beat_key(int rank) { return concat("beat/", rank); }
 
@@ -81,12 +85,14 @@ struct Board::State {
   const int size;
   const StragglerReports reports;
 
-  std::mutex mutex;  // of the next five
+  mutable std::mutex mutex;  // of the next seven
   std::vector<std::shared_ptr<const Seat>> seats;
   std::vector<SeatPosition> failed;  // where seats failed, which may be gone
   bool named = false;                // seats are those of a group: its heartbeats go on without any
   bool exited = false;
   std::vector<char> known;  // by rank, whether it has ever beaten
+  std::string unreached;    // addresses
+  int64_t unreached_at = 0;
 
   std::mutex writing;  // one heartbeat after the other
   int64_t number = 0;
@@ -96,6 +102,8 @@ struct Board::State {
   std::atomic<int64_t> asking_since{0};     // milliseconds of steady_now(); 0: asks nothing
 
   Heartbeat positions();
+  void look_at_paths();
+  std::string lost_paths() const;
   SeatPosition position(const Seat& seat, const Whereabouts& here) const;
   void beat(c10d::Store& store);
   std::shared_ptr<const Snapshot> look(const Answer& answer);
@@ -125,6 +133,22 @@ SeatPosition Board::State::position(const Seat& seat, const Whereabouts& here) c
   const std::string head =
       seat.title.empty() ? "" : concat(seat.unit, " ", here.round, " of ", seat.title);
   return {.seat = seat.looker.seat, .head = head, .where = here};
+}
+
+void Board::State::look_at_paths() {
+  std::string found;
+  for (const std::string& address : unreached_addresses()) {
+    found += (found.empty() ? "" : ", ") + address;
+  }
+  if (found.empty()) return;
+  const std::lock_guard lock(mutex);
+  unreached = std::move(found);
+  unreached_at = steady_now();
+}
+
+std::string Board::State::lost_paths() const {
+  const std::lock_guard lock(mutex);
+  return steady_now() - unreached_at < kTold.count() ? unreached : "";
 }
 
 Heartbeat Board::State::positions() {
@@ -158,6 +182,9 @@ Heartbeat Board::State::positions() {
 void Board::State::beat(c10d::Store& store) {
   const std::lock_guard lock(writing);
   Heartbeat now = positions();
+  const auto waits = [](const SeatPosition& one) { return one.where.waits; };
+  if (std::any_of(now.positions.begin(), now.positions.end(), waits)) look_at_paths();
+  now.unreached = lost_paths();
   if (now.positions.empty() && !now.exited && !named) return;
   now.number = ++number;
   store.set(beat_key(rank), heartbeat_text(now));
@@ -372,6 +399,8 @@ void Board::leave() noexcept {
 bool Board::ask(StoreWorker::Question question) noexcept {
   return asks_.ask(State::noted(state_, std::move(question)), kPatience);
 }
+
+std::string Board::unreached() const { return state_->lost_paths(); }
 
 std::shared_ptr<const Snapshot> Board::look() noexcept {
   return state_->look([this](StoreWorker::Question question) {

@@ -101,6 +101,9 @@ class Board final {
   // Puts a question, and waits for the answer for kPatience.
   bool ask(StoreWorker::Question question) noexcept;
 
+  // Addresses that this rank does not reach, of its last wait, or empty.
+  std::string unreached() const;
+
   // The current heartbeats; null if the store does not answer.
   std::shared_ptr<const Snapshot> look() noexcept;
 

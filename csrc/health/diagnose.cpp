@@ -42,7 +42,7 @@ std::string diagnosis(const std::string& seen, Blame blame,
     nobody = others.nobody;
     lines = std::move(others.causes);
     // The peer that a rank waited for may have waited for the store's process.
-    if (others.store_is_silent) lines = {std::exchange(nobody, "")};
+    if (others.store_is_silent) lines.insert(lines.begin(), std::exchange(nobody, ""));
     const bool nobody_to_blame = lines.empty() || others.store_is_silent;
     // The report of a rank that failed because of another helps only if no rank is silent.
     if (nobody_to_blame && failed) lines.push_back(failed->text);

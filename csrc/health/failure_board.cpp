@@ -277,17 +277,18 @@ OtherRanks FailureBoard::others(const Position& here) noexcept {
 OtherRanks FailureBoard::compare(const std::shared_ptr<const Snapshot>& before,
                                  const std::shared_ptr<const Snapshot>& after,
                                  const Position& here) const {
-  if (!before || !after) {
-    return {.causes = {},
-            .present = {},
-            .failed = {},
-            .nobody = kStoreIsSilent,
-            .store_is_silent = true};
-  }
   const SeatOptions& options = shared_->options;
-  return where_others_are(*before, *after,
-                          {.seat = options.name, .members = options.members, .rank = shared_->rank},
-                          here);
+  const Looker me{.seat = options.name, .members = options.members, .rank = shared_->rank};
+  if (before && after) return where_others_are(*before, *after, me, here);
+  std::vector<std::string> lost;
+  if (before) lost = lost_paths(*before, me);
+  const std::string own = board_->unreached();
+  if (lost.empty() && !own.empty()) lost = {lost_path(me.rank, own)};
+  return {.causes = std::move(lost),
+          .present = {},
+          .failed = {},
+          .nobody = kStoreIsSilent,
+          .store_is_silent = true};
 }
 
 std::exception_ptr error_of(const FailureBoard::News& news, const std::string& whoami) {

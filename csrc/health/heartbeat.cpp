@@ -17,6 +17,7 @@ constexpr size_t kMostTextBytes = 160, kMostHeadBytes = 100;
 constexpr char kSeparator = '\x1f';  // between head and text
 constexpr const char* kMore = "...";
 constexpr const char* kExited = "exited";
+constexpr std::string_view kUnreached = "unreached ";
 // Bits of a position's state.
 constexpr int kWaits = 1, kBlocked = 2, kFailed = 4;
 
@@ -209,6 +210,21 @@ const SeatPosition* waits_for_us(const Heartbeat& before, const Heartbeat& after
 
 }  // namespace
 
+std::string lost_path(int rank, const std::string& addresses) {
+  return concat("rank ", rank, " hears no acknowledgement from ", addresses,
+                ": packets are lost on the way there or back");
+}
+
+std::vector<std::string> lost_paths(const Snapshot& seen, const Looker& me) {
+  std::vector<std::string> lost;
+  for (size_t rank = 0; rank < me.members.size(); ++rank) {
+    const Seen& beat = seen.beats.at(me.members[rank]);
+    if (!beat || beat->unreached.empty()) continue;
+    lost.push_back(lost_path(static_cast<int>(rank), beat->unreached));
+  }
+  return lost;
+}
+
 const SeatPosition* Heartbeat::at(const std::string& seat) const {
   for (const SeatPosition& one : positions) {
     if (one.seat == seat) return &one;
@@ -222,6 +238,9 @@ std::string heartbeat_text(const Heartbeat& beat) {
   std::string text = std::to_string(beat.number);
   if (const SeatPosition* only = beat.at("")) text += " " + text_of(*only);
   if (beat.exited) text += concat("\n", kExited);
+  if (!beat.unreached.empty()) {
+    text += concat("\n", kUnreached, one_line(beat.unreached, kMostTextBytes));
+  }
   bool more = beat.more;
   for (const int wanted : {2, 1, 0}) {
     for (const SeatPosition& one : beat.positions) {
@@ -255,6 +274,8 @@ std::optional<Heartbeat> parse_heartbeat(std::string_view written) {
       beat.more = true;
     } else if (line == kExited) {
       beat.exited = true;
+    } else if (line.starts_with(kUnreached)) {
+      beat.unreached = sanitize_untrusted(line.substr(kUnreached.size()));
     } else if (auto position = parse_position(line, /*named=*/true)) {
       beat.positions.push_back(std::move(*position));
     }
@@ -284,7 +305,9 @@ OtherRanks where_others_are(const Snapshot& before, const Snapshot& after, const
       if (cause.empty()) add(present, other, is_present(position, here));
     }
   }
-  return {.causes = wrong.empty() ? keeping : wrong,
+  std::vector<std::string> causes = wrong.empty() ? std::move(keeping) : std::move(wrong);
+  for (std::string& path : lost_paths(after, me)) causes.push_back(std::move(path));
+  return {.causes = std::move(causes),
           .present = present,
           .failed = failed,
           .nobody = "No rank is silent, behind or ahead."};

@@ -36,6 +36,8 @@ struct Heartbeat {
   std::vector<SeatPosition> positions{};
   bool more = false;    // there were more seats than there was place
   bool exited = false;  // the last heartbeat of a rank that has exited
+  // Addresses from which no acknowledgement comes.
+  std::string unreached{};
 
   const SeatPosition* at(const std::string& seat) const;
 };
@@ -70,13 +72,19 @@ struct Looker {
 // One sentence per rank, without a full stop.
 struct OtherRanks {
   // Ranks that are silent, behind or ahead; if there are none, ranks in the same round that are
-  // still computing, and so are waited for.
+  // still computing, and so are waited for. Then the addresses that ranks do not reach.
   std::vector<std::string> causes;
   std::vector<std::string> present;  // with Position::everyone, ranks in the same round
   std::vector<std::string> failed;   // ranks that failed too
   std::string nobody;                // a sentence for the case that there are none
   bool store_is_silent = false;      // then `nobody` says so
 };
+
+// A sentence for the `addresses` from which a rank hears no acknowledgement.
+std::string lost_path(int rank, const std::string& addresses);
+
+// Those of all members that are in a snapshot.
+std::vector<std::string> lost_paths(const Snapshot& seen, const Looker& me);
 
 // Compares two snapshots that are more than a heartbeat apart, for a rank that is at `here`.
 OtherRanks where_others_are(const Snapshot& before, const Snapshot& after, const Looker& me,
