@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -167,6 +168,44 @@ def trained_alone(each, start, step, seed):
 def test_a_late_island_and_weights_are_those_of_the_oracle(ranks, tmp_path):
     ((oslo, paris),) = ranks(1, late_and_weighted, str(tmp_path))
     assert oslo == paris
+
+
+@training.with_group
+def late_after_sending(folder):
+    """Has an island send after the others have decided; its samples count in the round after."""
+    shared = {"weight": "samples", "overlap_steps": 1, "mailbox": {"quorum": 2}}
+    oslo = island(folder, "oslo", **shared)
+    paris = island(folder, "paris", **shared)
+    expected = Islands(weights(oslo[0]), RULE.lr, RULE.momentum)
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    train(*oslo, range(1), 3, 3)
+    train(*paris, range(1), 5, 5)
+    decided = threading.Event()
+    of_oslo, of_paris = (each[0].bagua_algorithm._ranks for each in (oslo, paris))
+    contribute = of_oslo._box.contribute
+    of_oslo._box.contribute = lambda *letter: decided.wait(60) and contribute(*letter)
+    train(*oslo, range(1, 2), 3, 3)
+    object.__setattr__(of_paris._mailbox, "quorum", 1)
+    train(*paris, range(1, 2), 5, 5)
+    expected.round([weights(paris[0])], [10])
+    train(*paris, range(2, 3), 5, 5)
+    object.__setattr__(of_paris._mailbox, "quorum", 2)
+    decided.set()
+    before = trained_alone(oslo, weights(oslo[0]), 2, 3)
+    train(*oslo, range(2, 3), 3, 3)
+    torch.testing.assert_close(weights(oslo[0]), expected.late(0, before), **close)
+    for each, samples in ((oslo, 3), (paris, 5)):
+        train(*each, range(3, 4), samples, samples)
+    expected.round([weights(oslo[0]), weights(paris[0])], [4 * 3, 2 * 5])
+    for each, samples in ((oslo, 3), (paris, 5)):
+        train(*each, range(4, 5), samples, samples)
+        found = [value for key, value in outer_state(each[0]).items() if key.startswith("anchor/")]
+        torch.testing.assert_close(found, expected.anchors[2], **close)
+    return of_oslo.stats()["late_rounds"], anchor_bits(oslo[0]) == anchor_bits(paris[0])
+
+
+def test_samples_of_an_island_that_is_late_after_sending_count_later(ranks, tmp_path):
+    assert ranks(1, late_after_sending, str(tmp_path)) == [(1, True)]
 
 
 @training.with_group
