@@ -8,6 +8,7 @@ import re
 import resource
 import signal
 from datetime import timedelta
+from pathlib import Path
 
 import bagua.torch_api as bagua
 import torch.distributed as dist
@@ -28,13 +29,24 @@ def open_files():
     return len(os.listdir("/proc/self/fd"))
 
 
+def sockets_of_the_store():
+    """Inodes of connections to the store's port, which threads open again where it is late."""
+    found, port = set(), int(os.environ["MASTER_PORT"])
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if int(fields[2].rpartition(":")[2], 16) == port:
+                found.add(f"socket:[{fields[9]}]")
+    return found
+
+
 def open_sockets():
     """Their inodes: one that an earlier model's thread closes meanwhile takes none of them."""
     found = set()
     for file in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # of the listing itself, or closed meanwhile
             found.add(os.readlink(f"/proc/self/fd/{file}"))
-    return {link for link in found if link.startswith("socket:")}
+    return {link for link in found if link.startswith("socket:")} - sockets_of_the_store()
 
 
 @functools.partial(faults.with_bagua_group, timeout=60.0)
