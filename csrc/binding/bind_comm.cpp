@@ -71,6 +71,12 @@ void broadcast(const AnyRank& self, at::Tensor tensor, int root) {
   call(self, tensor.is_cpu(), [=]() mutable { self->broadcast(tensor, root); });
 }
 
+void expect(const AnyRank& self, const std::vector<std::pair<at::Tensor, int>>& recvs) {
+  std::vector<Recv> all;
+  for (const auto& [tensor, peer] : recvs) all.push_back({tensor, peer});
+  call(self, false, [=] { self->expect(all); });
+}
+
 void exchange(const AnyRank& self, const std::vector<std::pair<at::Tensor, int>>& sends,
               const std::vector<std::pair<at::Tensor, int>>& recvs) {
   std::vector<Send> all_sends;
@@ -96,6 +102,7 @@ void bind_communicator(py::module_& m) {
       .def("all_to_all", &all_to_all, py::arg("input"), py::arg("output"))
       .def("broadcast", &broadcast, py::arg("tensor"), py::arg("root"))
       .def("exchange", &exchange, py::arg("sends"), py::arg("recvs"))
+      .def("expect", &expect, py::arg("recvs"))
       .def_property_readonly("shares_memory", &Communicator::shares_memory)
       .def("shorten_paths", &Communicator::shorten_paths)
       .def("abort", &Communicator::abort, py::arg("reason"), ReleaseGil());

@@ -52,7 +52,9 @@ class RingParts {
 };
 
 // gloo refuses negative tags.
-int next_tag(uint32_t& count) { return static_cast<int>(count++ & 0x7fffffffu); }
+constexpr uint32_t kTagBits = 0x3fffffffu;
+constexpr uint32_t kTagOfAwaited = 0x40000000u;
+int next_tag(uint32_t& count) { return static_cast<int>(count++ & kTagBits); }
 
 c10d::ReduceOp to_c10d(ReduceOp op) {
   switch (op) {
@@ -93,7 +95,9 @@ C10dCommunicator::C10dCommunicator(c10::intrusive_ptr<c10d::Backend> backend)
       is_nccl_(backend_->getBackendName() == "nccl"),
       send_tags_(group().size, 0),
       recv_tags_(group().size, 0),
-      refusal_(group()) {}
+      refusal_(group()),
+      expected_(std::make_shared<std::deque<Expected>>()),
+      awaited_(std::make_shared<Awaited>()) {}
 
 void C10dCommunicator::all_reduce(at::Tensor& tensor, ReduceOp op) {
   check_all_reduce(tensor, op);
@@ -136,6 +140,8 @@ void C10dCommunicator::reduce_directly(CallSite& site, at::Tensor& tensor, Reduc
     results.push_back({mine, to});
     others.push_back({parts.of(tensor, from), from});
   }
+  post_expected(site, recvs);
+  post_expected(site, others);
   transfer(site, sends, recvs);
   const auto from = [&](int step) { return rows[(rank + size - step) % size]; };
   at::Tensor sum = from(1);
@@ -176,6 +182,9 @@ void C10dCommunicator::all_gather(const at::Tensor& input, at::Tensor& output) {
     if (size > kMostToldDirectly && small && !short_paths_) {
       return all_gather_by_doubling(site, source, target);
     }
+    if (awaited_->bytes == static_cast<int64_t>(source.nbytes())) {
+      return gather_awaited(site, source, target);
+    }
     std::vector<Send> sends;
     std::vector<Recv> recvs;
     for (int step = 1; step < size; ++step) {
@@ -186,7 +195,47 @@ void C10dCommunicator::all_gather(const at::Tensor& input, at::Tensor& output) {
     }
     transfer(site, sends, recvs);
     copy_unless_same(target.narrow(0, rank * slot, slot), source);
+    const auto bytes = static_cast<int64_t>(source.nbytes());
+    if (short_paths_ && awaited_->bytes == 0 && size > 1 && bytes <= kMostAwaitedBytes) {
+      awaited_->bytes = bytes;
+      await_next_gather(site);
+    }
   });
+}
+
+void C10dCommunicator::await_next_gather(CallSite& site) {
+  const auto [rank, size] = group();
+  Awaited& next = *awaited_;
+  next.posted.clear();
+  next.slots = at::empty({size, next.bytes}, at::kByte);
+  const int tag = static_cast<int>(kTagOfAwaited | (next.calls++ & kTagBits));
+  for (int step = 1; step < size; ++step) {
+    const int from = (rank + size - step) % size;
+    std::vector<at::Tensor> message{next.slots[from]};
+    site = CallSite::of(site.call, message[0], from);
+    next.posted.push_back({backend_->recv(message, from, tag), site});
+  }
+}
+
+// 1. Send to all ranks what they wait for. 2. Wait for theirs. 3. Wait for the next ones.
+void C10dCommunicator::gather_awaited(CallSite& site, const at::Tensor& source,
+                                      at::Tensor& target) {
+  const auto [rank, size] = group();
+  const int tag = static_cast<int>(kTagOfAwaited | ((awaited_->calls - 1) & kTagBits));
+  std::vector<Pending> posted = std::exchange(awaited_->posted, {});
+  for (int step = 1; step < size; ++step) {
+    const int to = (rank + step) % size;
+    std::vector<at::Tensor> message{source};
+    site = CallSite::of(site.call, source, to);
+    posted.push_back({backend_->send(message, to, tag), site});
+  }
+  for (const Pending& one : posted) {
+    site = one.site;
+    wait(one.work);
+  }
+  awaited_->slots[rank].copy_(source.view(at::kByte));
+  target.view(at::kByte).copy_(awaited_->slots.flatten());
+  await_next_gather(site);
 }
 
 // Slot i of `held` is of rank (rank + i) mod size.
@@ -268,31 +317,61 @@ void C10dCommunicator::exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> r
   }
 }
 
+void C10dCommunicator::expect(c10::ArrayRef<Recv> recvs) {
+  if (!is_gloo_) return;
+  guarded({"exchange", 0, at::kByte, -1}, [&](CallSite& site) { post_expected(site, recvs); });
+}
+
+void C10dCommunicator::post_expected(CallSite& site, c10::ArrayRef<Recv> recvs) {
+  for (const Recv& recv : recvs) {
+    expected_->push_back({recv.tensor.const_data_ptr(), {}});
+    post_receives(site, recv, expected_->back().posted);
+  }
+}
+
+// Whether the receive was expected, as all are once any is; its works are appended then.
+bool C10dCommunicator::take_expected(const Recv& recv, std::vector<Pending>& posted) {
+  if (expected_->empty()) return false;
+  Expected next = std::move(expected_->front());
+  expected_->pop_front();
+  BAGUA_CHECK(next.memory == recv.tensor.const_data_ptr(), "another message was expected");
+  std::ranges::move(next.posted, std::back_inserter(posted));
+  return true;
+}
+
+void C10dCommunicator::post_receives(CallSite& site, const Recv& recv,
+                                     std::vector<Pending>& posted) {
+  post(site, recv.tensor, recv.peer, posted, [&](std::vector<at::Tensor>& message, int peer) {
+    return backend_->recv(message, peer, next_tag(recv_tags_[peer]));
+  });
+}
+
+// Starts a message in fragments. Messages of a rank to itself are left out.
+template <typename Start>
+void C10dCommunicator::post(CallSite& site, const at::Tensor& tensor, int peer,
+                            std::vector<Pending>& posted, Start start) {
+  if (peer == group().rank || tensor.numel() == 0) return;
+  site = CallSite::of(site.call, tensor, peer);
+  for (at::Tensor& fragment : fragments(tensor)) {
+    std::vector<at::Tensor> message{std::move(fragment)};
+    posted.push_back({start(message, peer), site});
+  }
+}
+
 // 1. Post every receive. 2. Post every send. 3. Wait for the receives in order, calling back after
-// each, then for the sends. Messages of a rank to itself are left out.
+// each, then for the sends.
 void C10dCommunicator::transfer(CallSite& site, c10::ArrayRef<Send> sends,
                                 c10::ArrayRef<Recv> recvs, const OnReceived& on_received) {
   std::vector<Pending> posted;
   std::vector<size_t> posted_up_to;  // by receive: how many of `posted` complete it
   posted.reserve(sends.size() + recvs.size());
-  const auto post = [&](const at::Tensor& tensor, int peer, auto start) {
-    if (peer == group().rank || tensor.numel() == 0) return;
-    site = CallSite::of(site.call, tensor, peer);
-    for (at::Tensor& fragment : fragments(tensor)) {
-      std::vector<at::Tensor> message{std::move(fragment)};
-      auto work = start(message, peer);
-      if (!is_nccl_) posted.push_back({std::move(work), site});
-    }
-  };
   if (is_nccl_) backend_->startCoalescing();
   for (const Recv& recv : recvs) {
-    post(recv.tensor, recv.peer, [&](std::vector<at::Tensor>& message, int peer) {
-      return backend_->recv(message, peer, next_tag(recv_tags_[peer]));
-    });
+    if (!take_expected(recv, posted)) post_receives(site, recv, posted);
     posted_up_to.push_back(posted.size());
   }
   for (const Send& send : sends) {
-    post(send.tensor, send.peer, [&](std::vector<at::Tensor>& message, int peer) {
+    post(site, send.tensor, send.peer, posted, [&](std::vector<at::Tensor>& message, int peer) {
       return backend_->send(message, peer, next_tag(send_tags_[peer]));
     });
   }
@@ -304,7 +383,7 @@ void C10dCommunicator::transfer(CallSite& site, c10::ArrayRef<Send> sends,
     }
   };
   if (is_nccl_) {
-    posted.push_back({backend_->endCoalescing(), site});
+    posted.assign(1, {backend_->endCoalescing(), site});  // which stands for all
     wait_up_to(1);
   }
   for (size_t message = 0; message < recvs.size(); ++message) {

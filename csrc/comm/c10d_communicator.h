@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <exception>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -23,6 +25,14 @@ namespace bagua {
 // all of them at once.
 inline constexpr int kMostToldDirectly = 8;
 inline constexpr int64_t kMostRecordsBytes = 256 << 10;
+
+// Note [Messages wait for their receivers]
+// gloo sends a message when the peer has told that it waits for it: a round trip for what takes
+// half of one. So receives are posted as early as they are known:
+// - those that an op expects (Communicator::expect), before the messages that come first;
+// - where paths are short, those of the next all_gather of few bytes, of which ranks make one in
+//   each round, to agree on it. They have tags apart, since other calls may come before it.
+inline constexpr int64_t kMostAwaitedBytes = 1 << 10;
 
 // A group of ranks over a c10d backend; rank, size and timeout are the backend's.
 //
@@ -48,6 +58,7 @@ class C10dCommunicator final : public Communicator {
   using Communicator::exchange;
   void exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
                 const OnReceived& on_received) override;
+  void expect(c10::ArrayRef<Recv> recvs) override;
   // gloo's ring takes 2 (P - 1) messages, one after the other. Afterwards a sum takes two, and one
   // between two ranks: Note [Sums in the order of gloo's ring].
   void shorten_paths() override { short_paths_ = is_gloo_; }
@@ -57,6 +68,18 @@ class C10dCommunicator final : public Communicator {
   struct Pending {
     c10::intrusive_ptr<c10d::Work> work;
     CallSite site;
+  };
+  // A receive that was posted before its call.
+  struct Expected {
+    const void* memory;
+    std::vector<Pending> posted;
+  };
+  // Receives of the next all_gather of so many bytes from each rank; slot r of `slots`: rank r's.
+  struct Awaited {
+    int64_t bytes = 0;  // 0: none has been made
+    uint32_t calls = 0;
+    at::Tensor slots;
+    std::vector<Pending> posted;
   };
   // Carries an exception of a caller's callback past guarded(), which would call it the
   // transport's.
@@ -68,6 +91,14 @@ class C10dCommunicator final : public Communicator {
   void guarded(CallSite site, Body body);
   void transfer(CallSite& site, c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
                 const OnReceived& on_received = nullptr);
+  template <typename Start>
+  void post(CallSite& site, const at::Tensor& tensor, int peer, std::vector<Pending>& posted,
+            Start start);
+  void post_receives(CallSite& site, const Recv& recv, std::vector<Pending>& posted);
+  void post_expected(CallSite& site, c10::ArrayRef<Recv> recvs);
+  bool take_expected(const Recv& recv, std::vector<Pending>& posted);
+  void await_next_gather(CallSite& site);
+  void gather_awaited(CallSite& site, const at::Tensor& source, at::Tensor& target);
   void reduce_directly(CallSite& site, at::Tensor& tensor, ReduceOp op);
   at::Tensor received(const at::Tensor& like, int64_t rows, int64_t numel);
   void all_gather_by_doubling(CallSite& site, const at::Tensor& source, at::Tensor& target);
@@ -83,6 +114,9 @@ class C10dCommunicator final : public Communicator {
   Refusal refusal_;
   bool short_paths_ = false;
   at::Tensor received_;  // memory of reduce_directly()
+  // Behind the backend, which they refer to. Shared, so that a forked child leaves them alone.
+  OwnersOnly<std::shared_ptr<std::deque<Expected>>> expected_;
+  OwnersOnly<std::shared_ptr<Awaited>> awaited_;
 };
 
 }  // namespace bagua

@@ -82,6 +82,11 @@ class Communicator {
     exchange(sends, recvs, [](size_t) {});
   }
 
+  // Tells what the next calls of exchange() receive, in their order, and nothing else is called
+  // before them. Peers may write to these tensors from now on. Saves the way there where a message
+  // waits until its receiver is known to wait for it.
+  virtual void expect(c10::ArrayRef<Recv> /*recvs*/) {}
+
   // Later calls are to need few dependent messages, whatever the number of connections: a message
   // takes long. All ranks call it between the same two calls. Results keep their bits.
   virtual void shorten_paths() {}

@@ -63,6 +63,7 @@ class CountingCommunicator final : public Communicator {
   using Communicator::exchange;
   void exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
                 const OnReceived& on_received) override;
+  void expect(c10::ArrayRef<Recv> recvs) override { inner_->expect(recvs); }
   void shorten_paths() override { inner_->shorten_paths(); }
   const std::shared_ptr<Communicator>& inner() const { return inner_; }
 

@@ -39,11 +39,12 @@ inline constexpr uint16_t kSamplesLater = 4;  // RoundOpening::samples_later
 // behind the forward pass.
 //
 // Note [Round trips]
-// Messages that wait for each other, in a step of two ranks that compute nothing: one round trip
-// for the agreement, then those of the op: one for exact gradients, gossip and sparse gradients,
-// two for compressed all-reduces and PowerSGD. A round of DiLoCo has as many as its op, an elastic
-// one asks the store once more. With more ranks a sum of exact values, of which PowerSGD has two,
-// takes two where paths are shortened (Communicator::shorten_paths), and gloo's ring elsewhere.
+// Messages that wait for each other, in a step of two far ranks that compute nothing: half a round
+// trip for the agreement, which is awaited (Note [Messages wait for their receivers]), then those
+// of the op: one for exact gradients, gossip and sparse gradients, one and a half for compressed
+// all-reduces, two for PowerSGD. A round of DiLoCo has as many as its op, an elastic one asks the
+// store once more. With more ranks a sum of exact values, of which PowerSGD has two, takes one and
+// a half where paths are shortened (Communicator::shorten_paths), and gloo's ring elsewhere.
 
 // Equal on all ranks.
 struct Agreement {

@@ -175,14 +175,14 @@ def test_far_ranks_that_lose_packets_have_the_bits_of_near_ones():
 
 #: Note [Round trips] has them. DiLoCo's steps that end in a round.
 ROUND_TRIPS = {
-    "gradient_allreduce": 2,
-    "decentralized-shift-one": 2,
-    "sparse": 2,
-    "bytegrad-feedback": 3,
-    "power_sgd": 3,
-    "diloco": 3,
+    "gradient_allreduce": 1.5,
+    "decentralized-shift-one": 1.5,
+    "sparse": 1.5,
+    "bytegrad-feedback": 2,
+    "power_sgd": 2.5,
+    "diloco": 2,
 }
-RTT_MS = 80
+RTT_MS = 160
 
 
 def test_steps_wait_for_no_more_round_trips_than_they_promise():
@@ -195,7 +195,7 @@ def test_steps_wait_for_no_more_round_trips_than_they_promise():
     trips = {way: min(steps[1:]) / RTT_MS * 1000 for way, steps in seconds.items()}
     assert trips.keys() == ROUND_TRIPS.keys()
     for way, most in ROUND_TRIPS.items():
-        assert most - 1 < trips[way] < most + 0.7, trips
+        assert most - 0.5 < trips[way] < most + 0.4, trips
 
 
 def test_cuts_that_are_shorter_than_the_timeout_cost_no_bit():

@@ -151,6 +151,46 @@ def test_a_communicator_may_be_dropped_right_after_it_sent_memory_of_python(rank
     assert ranks(2, drop_right_after_sending, 25) == [25, 25]
 
 
+def send_to_a_rank_that_expects():
+    comm, received = connected("cpu"), torch.zeros(3)
+    if comm.rank == 0:
+        comm.expect([(received, 1)])
+    dist.barrier()
+    if comm.rank == 1:
+        comm.exchange([(torch.ones(3), 0)], [])
+    dist.barrier()
+    if comm.rank == 0:
+        comm.exchange([], [(received, 1)])
+    return received.sum().item()
+
+
+def test_a_message_that_is_expected_does_not_wait_for_the_call(ranks):
+    assert ranks(2, send_to_a_rank_that_expects, env=GLOO) == [3, 0]
+
+
+def gather_records_among_other_calls():
+    comm = connected("cpu")
+    comm.shorten_paths()
+    ranks, wrong = torch.arange(comm.size), []
+    for turn in range(4):
+        for numel in (7, 3, 7):
+            records = torch.full((comm.size * numel,), -1)
+            comm.all_gather(torch.full((numel,), 10 * turn + comm.rank), records)
+            if not torch.equal(records, (10 * turn + ranks).repeat_interleave(numel)):
+                wrong.append((turn, numel, records))
+            total = torch.full((5,), comm.rank)
+            comm.all_reduce(total, _C.ReduceOp.SUM)
+            exchange_with(comm, (comm.rank + 1) % comm.size if comm.size == 2 else comm.rank, 4)
+            if total.tolist() != 5 * [sum(range(comm.size))]:
+                wrong.append((turn, numel, total))
+    return wrong
+
+
+@over(n=[2, 3])
+def test_records_that_are_awaited_arrive_whatever_is_called_between(ranks, n):
+    assert ranks(n, gather_records_among_other_calls, env=GLOO) == [[]] * n
+
+
 #: Sizes that parts of gloo's ring, and its segments of 1 MiB, do and do not divide.
 NUMELS = [1, 2, 3, 7, 4099, 262144, 700_001, 2_100_000]
 

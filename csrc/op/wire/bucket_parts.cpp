@@ -85,9 +85,8 @@ void scatter(FramedExchange& exchange, const BucketParts& parts, const Round& ro
              const OnTiles& arrived, Encoded encoded) {
   const auto mine = [&](int) { return parts.group.rank; };
   const auto theirs = [](int peer) { return peer; };
-  const std::vector<Payload> of_others = parts.with_others(theirs, theirs);
   encode(parts, encoded);
-  exchange.exchange(parts.send, of_others, parts.receive, parts.with_others(theirs, mine),
+  exchange.exchange(parts.send, parts.of_others(), parts.receive, parts.with_others(theirs, mine),
                     Arrival::kSegment, round, [&](std::span<const ArrivedTiles> tiles) {
                       RECORD_FUNCTION("bagua::reduce", {});
                       for_tiles(parts.flat.device(), tiles.front().first_tile,
@@ -96,15 +95,13 @@ void scatter(FramedExchange& exchange, const BucketParts& parts, const Round& ro
 }
 
 void announce_gather(FramedExchange& exchange, const BucketParts& parts, const Round& round) {
-  exchange.announce(parts.send, parts.own_to_others(), round);
+  exchange.announce(parts.send, parts.own_to_others(), parts.of_others(), Arrival::kMessage, round);
 }
 
 void gather(FramedExchange& exchange, const BucketParts& parts, const Round& round) {
-  const auto theirs = [](int peer) { return peer; };
   std::vector<Chunk> chunks;
-  exchange.exchange(parts.send, parts.own_to_others(), parts.send,
-                    parts.with_others(theirs, theirs), Arrival::kMessage, round,
-                    [&](std::span<const ArrivedTiles> arrived) {
+  exchange.exchange(parts.send, parts.own_to_others(), parts.send, parts.of_others(),
+                    Arrival::kMessage, round, [&](std::span<const ArrivedTiles> arrived) {
                       RECORD_FUNCTION("bagua::decode", {});
                       chunks.clear();
                       for (const ArrivedTiles& tiles : arrived) {

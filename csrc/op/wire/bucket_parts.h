@@ -48,6 +48,12 @@ struct BucketParts {
     return payloads;
   }
 
+  // Each other rank's part, in its row, for or from it.
+  std::vector<Payload> of_others() const {
+    const auto theirs = [](int peer) { return peer; };
+    return with_others(theirs, theirs);
+  }
+
   // This rank's part, in its row, for each other rank.
   std::vector<Payload> own_to_others() const {
     const auto mine = [this](int) { return group.rank; };

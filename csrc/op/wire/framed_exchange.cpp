@@ -75,6 +75,10 @@ void FramedExchange::exchange(const PayloadRows& send, std::span<const Payload> 
   for (const Message& message : incoming) {
     from.push_back({bytes_of(receive, message), message.payload->peer});
   }
+  if (!announced_.empty()) {
+    communicator_->expect(from);
+    communicator_->expect(std::exchange(announced_, {}));
+  }
   std::vector<ArrivedTiles> together;
   communicator_->exchange(to, from, [&](size_t index) {
     const Message& message = incoming[index];
@@ -121,10 +125,16 @@ void FramedExchange::all_gather(uint64_t fingerprint, at::Tensor& message, at::T
   device_frames_.fetch(*kernels_, std::move(arrived));
 }
 
-void FramedExchange::announce(const PayloadRows& send, std::span<const Payload> sends,
+void FramedExchange::announce(const PayloadRows& rows, std::span<const Payload> sends,
+                              std::span<const Payload> receives, Arrival arrival,
                               const Round& round) {
-  if (send.bytes.is_cpu()) return;
-  device_frames_.announce(device_frames(send, sends, round, checksum_));
+  if (!rows.bytes.is_cpu()) {
+    return device_frames_.announce(device_frames(rows, sends, round, checksum_));
+  }
+  announced_.clear();
+  for (const Message& message : in_order(receives, arrival)) {
+    announced_.push_back({bytes_of(rows, message), message.payload->peer});
+  }
 }
 
 void FramedExchange::write_frames(const PayloadRows& rows, std::span<const Payload> payloads,

@@ -65,9 +65,11 @@ class FramedExchange final {
   // which outlives the run; null on CPU.
   void begin(const Round& round, const FrameKernels* kernels);
 
-  // Says before the first exchange of a run what the second one, the last, will send. Neither may
-  // receive into rows that the other one sends or receives.
-  void announce(const PayloadRows& send, std::span<const Payload> sends, const Round& round);
+  // Says before the first exchange of a run what the second one, the last, will send, and receive
+  // into the same rows. Rows that both send are equal, and a peer sends what the second one
+  // receives once it has what the first one sends it.
+  void announce(const PayloadRows& rows, std::span<const Payload> sends,
+                std::span<const Payload> receives, Arrival arrival, const Round& round);
 
   // Payloads to send are complete in their rows, which are sorted; their frames are written here.
   void exchange(const PayloadRows& send, std::span<const Payload> sends, const PayloadRows& receive,
@@ -85,7 +87,8 @@ class FramedExchange final {
   std::shared_ptr<Communicator> communicator_;
   Checksum checksum_;
   const FrameKernels* kernels_ = nullptr;
-  DeviceFrames device_frames_;  // unused on CPU
+  DeviceFrames device_frames_;   // unused on CPU
+  std::vector<Recv> announced_;  // on CPU
 };
 
 }  // namespace bagua

@@ -129,6 +129,16 @@ def exchange_serves_one_sender_and_many_receivers(comm, dtype, numel):
     assert_equal(received, values(0, numel, dtype))
 
 
+def exchanges_receive_what_was_expected(comm, dtype, numel):
+    left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    received = [torch.full((numel,), 99, dtype=dtype) for _ in range(2)]
+    for tensor in received:
+        comm.expect([(tensor, left)])
+    for salt, tensor in enumerate(received):
+        comm.exchange([(values(comm.rank, numel, dtype, salt), right)], [(tensor, left)])
+        assert_equal(tensor, values(left, numel, dtype, salt))
+
+
 def exchange_pairs_ranks_and_lets_one_sit_out(comm, dtype, numel):
     for step in range(3):
         peer = _C.shift_one_peer(comm.rank, comm.size, step)
@@ -149,6 +159,7 @@ CHECKS = [
     exchange_keeps_the_order_of_messages_between_two_ranks,
     exchange_serves_one_sender_and_many_receivers,
     exchange_pairs_ranks_and_lets_one_sit_out,
+    exchanges_receive_what_was_expected,
 ]
 
 
