@@ -186,12 +186,23 @@ void bind_gathering(py::module_& m) {
           "want to. Raises BaguaError or BaguaTimeoutError if a rank does not come.")
       .def("give_up", &Gathering::give_up, py::arg("reason"),
            "Have gather() raise BaguaError(reason). From any thread.")
+      .def("finish", &Gathering::finish, py::call_guard<py::gil_scoped_release>(),
+           "The last call of every rank, which has read stores().")
+      .def("forget", &Gathering::forget, py::call_guard<py::gil_scoped_release>(),
+           "Instead of finish(), by one rank, once all ranks have read stores().")
       .def(
-          "store",
-          [](const Shared& self) -> c10::intrusive_ptr<c10d::Store> {
-            return c10::make_intrusive<GatheringStore>(self);
+          "stores",
+          [](const Shared& self, int transports) {
+            const auto meeting = std::make_shared<TransportsMeeting>(self, transports);
+            std::vector<c10::intrusive_ptr<c10d::Store>> stores;
+            for (int i = 0; i < transports; ++i) {
+              stores.push_back(c10::make_intrusive<GatheringStore>(meeting, i));
+            }
+            return stores;
           },
-          "A store for one transport: what it sets before it reads is gathered.");
+          py::arg("transports"),
+          "A store for each of so many transports that connect at the same time, in threads: what "
+          "all of them set before they read is gathered.");
 }
 
 void bind_thread_ranks(py::module_& m) {

@@ -112,7 +112,9 @@ void C10dCommunicator::all_reduce(at::Tensor& tensor, ReduceOp op) {
     }
     const bool adds = options.reduceOp == c10d::ReduceOp::SUM;
     // Least and greatest of floats: gloo has an order for NaN that is not torch's.
-    if (short_paths_ && (adds || at::isIntegralType(tensor.scalar_type(), true))) {
+    const bool small = is_gloo_ && group().size <= kMostToldDirectly &&
+                       static_cast<int64_t>(tensor.nbytes()) <= kMostAwaitedBytes;
+    if ((short_paths_ || small) && (adds || at::isIntegralType(tensor.scalar_type(), true))) {
       return reduce_directly(site, tensors[0], adds ? ReduceOp::kSum : op);
     }
     wait(backend_->allreduce(tensors, options));

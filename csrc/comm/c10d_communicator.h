@@ -60,7 +60,8 @@ class C10dCommunicator final : public Communicator {
                 const OnReceived& on_received) override;
   void expect(c10::ArrayRef<Recv> recvs) override;
   // gloo's ring takes 2 (P - 1) messages, one after the other. Afterwards a sum takes two, and one
-  // between two ranks: Note [Sums in the order of gloo's ring].
+  // between two ranks, as that of at most kMostAwaitedBytes among few ranks does anyway: Note [Sums
+  // in the order of gloo's ring].
   void shorten_paths() override { short_paths_ = is_gloo_; }
   void abort(const std::string& reason) noexcept override;
 

@@ -112,10 +112,13 @@ bool Gathering::has_failure() { return store_->check({concat(key_, "/failed")});
 
 void Gathering::finish() {
   const int64_t all = int64_t{group_.size} * (stage_ + 1);
-  if (store_->add(concat(key_, "/count"), failed_ ? 2 : 1) != all) return;
+  if (store_->add(concat(key_, "/count"), failed_ ? 2 : 1) == all) forget();
+}
+
+void Gathering::forget() {
   std::vector<std::string> keys{concat(key_, "/count")};
+  if (stage_ > 1) keys.push_back(concat(key_, "/failed"));
   for (; stage_ > 0; --stage_) keys.push_back(stage_key());
-  if (all > 2 * int64_t{group_.size}) keys.push_back(concat(key_, "/failed"));
   if (extended_) keys.push_back(key_);
   for (int rank = 0; rank < (extended_ ? 0 : group_.size); ++rank) keys.push_back(rank_key(rank));
   try {
@@ -216,20 +219,60 @@ std::string Gathering::stage_key() const { return concat(key_, "/", stage_); }
 
 std::string Gathering::rank_key(int rank) const { return concat(key_, "/rank", rank); }
 
-GatheringStore::GatheringStore(std::shared_ptr<Gathering> gathering)
-    : gathering_(std::move(gathering)) {}
+TransportsMeeting::TransportsMeeting(std::shared_ptr<Gathering> gathering, int transports)
+    : gathering_(std::move(gathering)), transports_(transports) {}
+
+void TransportsMeeting::set(const std::string& key, const std::vector<uint8_t>& value) {
+  const std::lock_guard lock(mutex_);
+  BAGUA_CHECK(!gathered_, "a transport sets '", key, "' after it has read other ranks' keys");
+  values_[key] = value;
+}
+
+std::vector<uint8_t> TransportsMeeting::get(const std::string& key, bool first) {
+  std::unique_lock lock(mutex_);
+  if (first && ++reading_ == transports_) gather();
+  while (!gathered_) {
+    changed_.wait_for(lock, kSlice);
+    gathering_->check_wanted();
+  }
+  if (failure_) std::rethrow_exception(failure_);
+  const auto found = values_.find(key);
+  BAGUA_CHECK(found != values_.end(), "no rank has set '", sanitize_untrusted(key), "'");
+  return found->second;
+}
+
+// With the lock, which nobody else wants: all others wait until it is done.
+void TransportsMeeting::gather() try {
+  std::string own;
+  for (const auto& [name, value] : values_)
+    own += record(name, std::string(value.begin(), value.end()));
+  gathering_->bring(own);
+  for (const std::string& text : gathering_->texts()) {
+    std::string_view rest = text, name, value;
+    while (take_record(rest, name, value)) values_[std::string(name)] = bytes_of(value);
+  }
+  gathered_ = true;
+  changed_.notify_all();
+} catch (const std::exception&) {  // get() throws it, to all transports
+  failure_ = std::current_exception();
+  gathered_ = true;
+  changed_.notify_all();
+}
+
+GatheringStore::GatheringStore(std::shared_ptr<TransportsMeeting> meeting, int transport)
+    : meeting_(std::move(meeting)), prefix_(concat(transport, "/")) {}
 
 c10::intrusive_ptr<c10d::Store> GatheringStore::clone() {
   return c10::intrusive_ptr<Store>::unsafe_reclaim_from_nonowning(this);
 }
 
 void GatheringStore::set(const std::string& key, const std::vector<uint8_t>& value) {
-  const std::lock_guard lock(mutex_);
-  BAGUA_CHECK(gathering_, "a transport sets '", key, "' after it has read other ranks' keys");
-  values_[key] = value;
+  meeting_->set(prefix_ + key, value);
 }
 
-std::vector<uint8_t> GatheringStore::get(const std::string& key) { return find(key); }
+std::vector<uint8_t> GatheringStore::get(const std::string& key) {
+  return meeting_->get(prefix_ + key, !has_read_.exchange(true));
+}
 
 bool GatheringStore::check(const std::vector<std::string>& keys) {
   wait(keys);
@@ -237,7 +280,7 @@ bool GatheringStore::check(const std::vector<std::string>& keys) {
 }
 
 void GatheringStore::wait(const std::vector<std::string>& keys) {
-  for (const std::string& key : keys) find(key);
+  for (const std::string& key : keys) get(key);
 }
 
 void GatheringStore::wait(const std::vector<std::string>& keys, const milliseconds&) { wait(keys); }
@@ -247,24 +290,5 @@ int64_t GatheringStore::add(const std::string&, int64_t) { throw Error("no count
 bool GatheringStore::deleteKey(const std::string&) { return false; }
 
 int64_t GatheringStore::getNumKeys() { throw Error("keys are not counted here"); }
-
-const std::vector<uint8_t>& GatheringStore::find(const std::string& key) {
-  const std::lock_guard lock(mutex_);
-  if (gathering_) {
-    std::string own;
-    for (const auto& [name, value] : values_)
-      own += record(name, std::string(value.begin(), value.end()));
-    gathering_->bring(own);
-    for (const std::string& text : gathering_->texts()) {
-      std::string_view rest = text, name, value;
-      while (take_record(rest, name, value)) values_[std::string(name)] = bytes_of(value);
-    }
-    gathering_->finish();
-    gathering_.reset();
-  }
-  const auto found = values_.find(key);
-  BAGUA_CHECK(found != values_.end(), "no rank has set '", sanitize_untrusted(key), "'");
-  return found->second;
-}
 
 }  // namespace bagua

@@ -1,8 +1,11 @@
 // Ranks that meet in a store.
 #pragma once
 
+#include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -22,7 +25,11 @@ namespace bagua {
 //
 // 1. Each appends its text to one key, and counts itself.
 // 2. The rank that completes the count sets a key, for which the others wait.
-// 3. Each reads the first key, and counts itself again. The last one deletes all keys.
+// 3. Each reads the first key, and counts itself again. The last one deletes all keys. Where
+// something else tells that all have read it, a rank near the store deletes them instead.
+//
+// The last rank to come waits for two answers of the store until it has the texts, others for
+// three.
 //
 // A store without append() has a key per rank instead. A rank that died in the middle leaves the
 // keys of this one meeting.
@@ -53,17 +60,21 @@ class Gathering {
   // The last call, if all before have returned.
   void finish();
 
+  // Deletes the keys, by one rank: all ranks have their texts, and none calls finish().
+  void forget();
+
   Group group() const { return group_; }
   std::chrono::steady_clock::time_point deadline() const { return deadline_; }
   std::chrono::milliseconds timeout() const { return timeout_; }
 
   // Ends the wait for other ranks.
   void give_up(const std::string& reason);
+  // Throws Error(reason) after that.
+  void check_wanted();
 
  private:
   void arrive();
   void await_stage();
-  void check_wanted();
   std::string read(const std::string& key);
   std::vector<std::optional<std::string>> found();
   std::string missing();
@@ -84,11 +95,36 @@ class Gathering {
   std::string unwanted_;  // why nobody waits any more
 };
 
-// The store of one transport that is about to connect: what it sets before it first reads is
-// exchanged by a Gathering, and read from memory.
+// Transports that connect at the same time, each in a thread: what all of them set before they
+// first read is exchanged by one Gathering, which somebody else finishes.
+//
+// Thread safety: a thread per transport.
+class TransportsMeeting final {
+ public:
+  TransportsMeeting(std::shared_ptr<Gathering> gathering, int transports);
+
+  void set(const std::string& key, const std::vector<uint8_t>& value);
+  // Blocks, when a transport reads for the first time, until all of them do and all ranks have
+  // come.
+  std::vector<uint8_t> get(const std::string& key, bool first);
+
+ private:
+  void gather();
+
+  const std::shared_ptr<Gathering> gathering_;
+  const int transports_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<std::string, std::vector<uint8_t>> values_;
+  int reading_ = 0;  // transports that have set all that they set
+  bool gathered_ = false;
+  std::exception_ptr failure_;
+};
+
+// The store of one of them.
 class GatheringStore final : public c10d::Store {
  public:
-  explicit GatheringStore(std::shared_ptr<Gathering> gathering);
+  GatheringStore(std::shared_ptr<TransportsMeeting> meeting, int transport);
 
   using c10d::Store::set;
   using c10d::Store::wait;
@@ -103,11 +139,9 @@ class GatheringStore final : public c10d::Store {
   int64_t getNumKeys() override;
 
  private:
-  const std::vector<uint8_t>& find(const std::string& key);
-
-  std::shared_ptr<Gathering> gathering_;  // until it has gathered
-  std::mutex mutex_;
-  std::map<std::string, std::vector<uint8_t>> values_;
+  const std::shared_ptr<TransportsMeeting> meeting_;
+  const std::string prefix_;
+  std::atomic<bool> has_read_{false};
 };
 
 }  // namespace bagua

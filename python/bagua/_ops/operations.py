@@ -42,6 +42,7 @@ class Lane:
     group: BaguaProcessGroup  # for operations that name none
     sums_of_torch: bool = False  # see Connections.connect
     peers: Peers = everyone  # of all its operations, see Connections.connect
+    beside: Sequence[str] = ()  # of the first lane, see Connections.connect
     scratch: _C.Scratch = field(default_factory=_C.Scratch)
     #: By (connections, whether for shares, purpose): "all", "node", "leaders", and for shares
     #: "leaders" with a number.
@@ -64,6 +65,7 @@ class Lane:
                 self.device,
                 sums_of_torch=self.sums_of_torch,
                 peers=self.peers,
+                beside=self.beside if connections is self.group.connections else (),
             )
         return self.communicators[key]
 

@@ -98,17 +98,42 @@ def _peers(buckets: Sequence[BaguaBucket]) -> Peers:
     )
 
 
-def _control(lanes: Sequence[Lane], wrap: str) -> _C.CountingCommunicator:
+def _agree_in_the_lane(count: int, device: torch.device, size: int) -> bool:
+    """Whether many ranks agree over the connections of their only lane."""
+    return count == 1 and device.type == "cpu" and size > _C.MOST_RANKS_TOLD_DIRECTLY
+
+
+def _lanes(
+    wrap: str,
+    count: int,
+    device: torch.device,
+    group: BaguaProcessGroup,
+    peers: Peers,
+    control: str,
+) -> list[Lane]:
+    """Lanes of which the first one connects the others, and for agreements, at the same time."""
+    names = [f"{wrap}/lane{i}" for i in range(count)]
+    beside = [f"{name}/all" for name in names[1:]]
+    if not _agree_in_the_lane(count, device, group.connections.size):
+        beside.append(control)
+    lanes = [Lane(name, device, group, peers=peers) for name in names]
+    lanes[0].beside = beside
+    return lanes
+
+
+def _control(lanes: Sequence[Lane], name: str) -> _C.CountingCommunicator:
     """For agreements. Of many ranks: connections of a single lane, whose thread uses them in turn.
 
     New ones where there are several lanes, or those of the lane are between nodes or of CUDA.
     """
-    connections, on_cpu = lanes[0].connections(None), lanes[0].device.type == "cpu"
-    if len(lanes) == 1 and on_cpu and connections.size > _C.MOST_RANKS_TOLD_DIRECTLY:
+    connections, device = lanes[0].connections(None), lanes[0].device
+    if _agree_in_the_lane(len(lanes), device, connections.size):
         for (among, *_), members in lanes[0].communicators.items():
             if among is connections and members.size == connections.size:
                 return members.counted_apart()
-    return connections.connect(f"{wrap}/control", "cpu", peers=of_agreements)
+    made = connections.connect(name, "cpu", peers=of_agreements)
+    connections.forget_unused()
+    return made
 
 
 def build(
@@ -137,7 +162,7 @@ def _build(
     description = describe(buckets)
     description += [] if weights is None else weights.describe()
     description.append(f"BAGUA_LANES={_chosen_lanes() or 'unset'}")
-    connections.agree("their buckets", description)
+    incarnation = connections.agree("their buckets", description)
     device = buckets[0].backend_tensor.device if buckets else torch.device("cpu")
     count = _number_of_lanes(buckets, device, connections)
     if connections.are_far:
@@ -146,8 +171,8 @@ def _build(
             "time (BAGUA_LANES); congestion control of TCP: %s",
             *(name, connections.round_trip_us / 1000, count, env.get_congestion_control()),
         )
-    peers = _peers(buckets)
-    builders = [Lane(f"{wrap}/lane{i}", device, group, peers=peers) for i in range(count)]
+    control = f"{wrap}/control"
+    builders = _lanes(wrap, count, device, group, _peers(buckets), control)
     native: list[list[_C.Bucket]] = [[] for _ in range(count)]
     order: list[list[str]] = [[] for _ in range(count)]
     for i, bucket in enumerate(buckets):
@@ -164,9 +189,9 @@ def _build(
         lanes,
         name=name,
         fingerprint=fingerprint(description),
-        incarnation=connections.incarnation(),
+        incarnation=incarnation,
         timeout_s=connections.timeout.total_seconds(),
-        control=_control(builders, wrap),
+        control=_control(builders, control),
         board=connections.board(wrap, f"module '{name}'"),
         straggler_after_s=env.get_straggler_seconds(),
         on_straggler=warn_here,

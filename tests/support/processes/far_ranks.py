@@ -1,7 +1,7 @@
 """Program of the ranks of `test_wide_area.py`: `far_ranks.py <seconds> <steps> <way>...`.
 
-Trains in each way, and prints its name in the second step, and the seconds of its steps and its
-bits at the end. A way is an
+Trains in each way, and prints the seconds of its wrap, its name in the second step, and the seconds
+of its steps and its bits at the end. A way is an
 algorithm of `every_algorithm`, whose group has a timeout of so many seconds, or one of `DOORS`.
 """
 
@@ -48,7 +48,10 @@ def train(way, model, optimizer):
 
 def algorithm(way):
     group = dist.new_group(timeout=timedelta(seconds=float(sys.argv[1])))
-    return train(way, *every_algorithm.wrapped(way, network(), process_group=group))
+    begun = time.monotonic()
+    wrapped = every_algorithm.wrapped(way, network(), process_group=group)
+    print("wrap of", way, time.monotonic() - begun, flush=True)
+    return train(way, *wrapped)
 
 
 def ddp_class(way):

@@ -195,6 +195,10 @@ class Connections:
         self._node = env.get_node_number() if node is None else node
         self._came: set[str] = set()  # to meetings that were left by an exception
         self._waits_in: _C.Gathering | None = None  # the main thread
+        #: Of rank 0: meetings of all members whose keys the next sum deletes.
+        self._left: list[_C.Gathering] = []
+        #: By name and members: what was connected beside something else.
+        self._made: dict[tuple[str, tuple[int, ...]], Any] = {}
         if rank >= 0 and self.size > 1:  # before anyone can wait for it
             self._meeting_of_nodes = self._meeting("nodes", list(range(self.size)))
             self._meeting_of_nodes.bring(str(self._node))
@@ -381,6 +385,8 @@ class Connections:
         if self.size > 1:
             with self.collective_phase(what):
                 self.main_communicator("cpu").all_reduce(values, op)
+            while self._left:  # all members have come here from them
+                self._left.pop().forget()
         return [int(value) for value in values]
 
     def gather_numbers(self, what: str, own: int) -> list[int]:
@@ -430,9 +436,12 @@ class Connections:
         sums_of_torch: bool = False,
         nodes_known: bool = False,
         peers: Peers = everyone,
+        beside: Sequence[str] = (),
     ) -> _C.CountingCommunicator:
         """A new communicator over ``members`` (ranks in this group; default: all).
 
+        ``beside``: names of communicators with fewer peers or as many that all members connect
+        next, before a sum: where gloo connects far members, it connects these at the same time.
         ``nodes_known``: to all members. ``peers``: with whom it will exchange messages, by ranks
         among ``members``: gloo connects no others where they are many. ``sums_of_torch``:
         reductions of CPU tensors have the bits of torch's, which gloo makes, unless BAGUA_COMM
@@ -457,7 +466,7 @@ class Connections:
             gloo = _C.C10dCommunicator(self.backend(name, "cpu", members, peers))
             connected = _C.HostCommunicator(gloo)
         elif device.type == "cpu":
-            connected = self._on_cpu(name, members, sums_of_torch, nodes_known, peers)
+            connected = self._on_cpu(name, members, sums_of_torch, nodes_known, peers, beside)
         else:
             self._gather(f"{name}/here", members, "")
             connected = _C.C10dCommunicator(self.backend(name, device.type, members))
@@ -554,6 +563,7 @@ class Connections:
         sums_of_torch: bool,
         nodes_known: bool,
         peers: Peers,
+        beside: Sequence[str],
     ) -> _C.Communicator:
         """Memory that the members share where all of them want it and can, or gloo."""
         comm = env.get_comm()
@@ -580,7 +590,9 @@ class Connections:
         if not told and self.rank == members[0]:
             self._told_why_unshared = True
             _log.info("ranks %s use gloo instead of shared memory: %s", members, reason)
-        return _C.C10dCommunicator(self.backend(name, "cpu", members, peers))
+        if not self.are_far or len(members) < self.size:
+            beside = ()
+        return _C.C10dCommunicator(self.backend(name, "cpu", members, peers, beside))
 
     def _why_apart(self, members: list[int]) -> str:
         """Why ``members`` share no memory: they are on several nodes; empty: they are on one."""
@@ -603,23 +615,30 @@ class Connections:
         return c10d.PrefixStore(_key_of(name, members), self.store)
 
     def backend(
-        self, name: str, device_type: str, members: list[int], peers: Peers = everyone
+        self,
+        name: str,
+        device_type: str,
+        members: list[int],
+        peers: Peers = everyone,
+        beside: Sequence[str] = (),
     ) -> Any:
-        """A new c10d backend over ``members`` (ranks in this group, this process among them)."""
+        """A new c10d backend over ``members`` (ranks in this group, this process among them).
+
+        ``beside``: see ``connect``.
+        """
+        if (made := self._made.pop((name, tuple(members)), None)) is not None:
+            return made
         store = self._store_of(name, members)
         rank, size = members.index(self.rank), len(members)
         others = sorted(peers(rank, size))
         if device_type == "cpu":
-            check_open_files(len(others))
+            check_open_files((1 + len(beside)) * len(others))
         try:
             if device_type == "cpu":
-                with self._met(f"{name}/gloo", members) as meeting:
-                    try:
-                        return _gloo(
-                            meeting.store(), rank, size, others, self.timeout, self.connecting()
-                        )
-                    finally:
-                        meeting.give_up("this rank connects no more")
+                names = [name, *beside]
+                for one, made in zip(names, self._gloo(names, members, others), strict=True):
+                    self._made[one, tuple(members)] = made
+                return self._made.pop((name, tuple(members)))
             if device_type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = self.timeout
@@ -633,6 +652,26 @@ class Connections:
                 "(gloo) or CUDA (NCCL)"
             )
         return creator.creator_fn(store, rank, size, self.timeout)
+
+    def _gloo(self, names: list[str], members: list[int], others: list[int]) -> list[Any]:
+        """Backends of gloo under ``names``, connected to ``others`` at the same time."""
+        rank, size, hopeless = members.index(self.rank), len(members), self.connecting()
+        beside = len(names) > 1  # a sum of all members follows, or a failure
+        with self._met(f"{names[0]}/gloo", members) as meeting:
+            try:
+                stores = meeting.stores(len(names))
+                made = _gloo(stores, rank, size, others, self.timeout, hopeless)
+            finally:
+                meeting.give_up("this rank connects no more")
+        if not beside:
+            meeting.finish()
+        elif self.rank == 0:
+            self._left.append(meeting)
+        return made
+
+    def forget_unused(self) -> None:
+        """Drop what was connected beside something else, and that nothing has asked for."""
+        self._made.clear()
 
     def board(
         self,
@@ -685,18 +724,22 @@ class Connections:
         """The members of this member's node, ascending."""
         return next(node for node in by_node(self.node_of_ranks()) if self.rank in node)
 
-    def agree(self, what: str, lines: list[str]) -> None:
-        """Raise BaguaMismatchError, on all members, unless their ``lines`` are equal."""
+    def agree(self, what: str, lines: list[str]) -> int:
+        """Raise BaguaMismatchError, on all members, unless their ``lines`` are equal.
+
+        Returns a random number that the members share, as ``incarnation`` does.
+        """
+        number = secrets.randbits(63) if self.rank == 0 else 0
         if self.size == 1:
-            return
+            return number
         own = fingerprint(lines) >> 1
         with self.collective_phase(f"agreeing on {what}"):
             self.main_communicator("cpu")
-            numbers = own, -own, -self._own_round_trip_us()
-            least, negated, farthest = self.reduce_numbers(what, _C.ReduceOp.MIN, *numbers)
+            numbers = own, -own, -self._own_round_trip_us(), -number
+            least, negated, farthest, shared = self.reduce_numbers(what, _C.ReduceOp.MIN, *numbers)
             self._know_round_trip(-farthest)
             if least == -negated:
-                return
+                return -shared
             values = self.gather_numbers(what, own)
             other = next(rank for rank in range(self.size) if values[rank] != values[0])
             text = json.dumps(lines) if self.rank in (0, other) else ""
@@ -738,28 +781,31 @@ class MainThreadTraffic:
             )
 
 
-def call_until(hopeless: Callable[[], str], work: Callable[[], Any]) -> Any:
-    """``work()``, which may block; Ctrl-C, and a text of ``hopeless``, which is raised as
-    BaguaError, end the wait and leave the call to itself."""
-    outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+def call_until(hopeless: Callable[[], str], *works: Callable[[], Any]) -> list[Any]:
+    """What ``works`` return, all called at once; they may block. Ctrl-C, and a text of
+    ``hopeless``, which is raised as BaguaError, end the wait and leave the calls to themselves."""
+    outcomes: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
 
-    def run() -> None:
+    def run(number: int, work: Callable[[], Any]) -> None:
         try:
-            outcome.put((work(), None))
+            outcomes.put((number, work(), None))
         except BaseException as error:  # noqa: BLE001 - raised where it is taken
-            outcome.put((None, error))
+            outcomes.put((number, None, error))
 
-    threading.Thread(target=run, name="bagua-wait", daemon=True).start()
-    while True:
+    for place in enumerate(works):
+        threading.Thread(target=run, args=place, name="bagua-wait", daemon=True).start()
+    results: dict[int, Any] = {}
+    while len(results) < len(works):
         try:
-            result, error = outcome.get(timeout=_BETWEEN_QUESTIONS_S)
+            number, result, error = outcomes.get(timeout=_BETWEEN_QUESTIONS_S)
         except queue.Empty:
             if reason := hopeless():
                 raise _C.BaguaError(reason) from None
         else:
             if error is not None:
                 raise error
-            return result
+            results[number] = result
+    return [results[number] for number in range(len(works))]
 
 
 def _key_of(name: str, members: list[int]) -> str:
@@ -789,14 +835,14 @@ def check_open_files(connections: int) -> None:
 
 
 def _gloo(
-    store: c10d.Store,
+    stores: Sequence[c10d.Store],
     rank: int,
     size: int,
     others: list[int],
     timeout: timedelta,
     hopeless: Callable[[], str],
-) -> Any:
-    """A backend that is connected to ``others``, and whose sockets no child of this process has.
+) -> list[Any]:
+    """Backends that are connected to ``others``, and whose sockets no child of this process has.
 
     gloo would connect a pair at its first message. Then the kernel would not be asked to probe it,
     a rank that listens would wait in vain for one that has died, and a wrong interface would be
@@ -804,7 +850,7 @@ def _gloo(
     """
     few = len(others) < size - 1 and size > _C.MOST_RANKS_TOLD_DIRECTLY
 
-    def connect() -> Any:
+    def connect(store: c10d.Store) -> Any:
         if not few or (device := _device_of_few()) is None:
             return dist.ProcessGroupGloo(store, rank, size, _gloo_options(timeout))
         made: Any = dist.ProcessGroupGloo(store, rank, size, _options_on([device], timeout))
@@ -816,7 +862,7 @@ def _gloo(
         return made
 
     sockets = _C.OpenedSockets()
-    made = call_until(hopeless, connect)
+    made = call_until(hopeless, *(partial(connect, store) for store in stores))
     sockets.keep_from_children()
     return made
 

@@ -32,6 +32,9 @@ from bagua._core.state.shards import local, whole
 #: without buffers; or nothing, when the caller has seen to it that ranks are equal.
 InitialState = Literal["all", "without buffers", "nothing"]
 
+#: Of a description, in the message that tells its length.
+_BYTES_BESIDE_LENGTH = 4088
+
 #: Tensors are joined into messages of at most this many bytes.
 _MESSAGE_BYTES = 32 * 1024**2
 
@@ -165,11 +168,15 @@ def _broadcast_text(
     communicator = connections.main_communicator("cpu")
     # Memory of torch's own: gloo's thread may be the last to let go of it, which would need the GIL
     # while destroying the group waits for that thread with it.
-    data = torch.tensor([-1], device="cpu")
+    data = torch.zeros(1, dtype=torch.uint8, device="cpu")
     if problem is None:
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone()
-    length = torch.tensor([-1 if problem else data.numel()], device="cpu")
-    communicator.broadcast(length, source)
+    # Most texts are short, and one message is half the time of two.
+    head = torch.zeros(8 + _BYTES_BESIDE_LENGTH, dtype=torch.uint8, device="cpu")
+    length, beside = head[:8].view(torch.int64), head[8:]
+    length[0] = -1 if problem else data.numel()
+    beside[: data.numel()] = data[: beside.numel()]
+    communicator.broadcast(head, source)
     count = int(length)
     if count == -1:
         raise problem or TypeError(
@@ -184,7 +191,9 @@ def _broadcast_text(
         )
     if communicator.rank != source:
         data = torch.zeros(count, dtype=torch.uint8, device="cpu")
-    communicator.broadcast(data, source)
+        data[: beside.numel()] = beside[:count]
+    if count > beside.numel():
+        communicator.broadcast(data[beside.numel() :], source)
     received = bytearray(count)
     torch.frombuffer(received, dtype=torch.uint8).copy_(data)
     return bytes(received)

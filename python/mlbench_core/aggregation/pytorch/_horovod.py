@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import socket
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, cast
 
@@ -139,11 +140,12 @@ class HorovodTransport(Connections):
         sums_of_torch: bool = False,
         nodes_known: bool = False,
         peers: Peers = everyone,
+        beside: Sequence[str] = (),
     ) -> _C.CountingCommunicator:
         made = HorovodCommunicator(self._horovod, f"bagua/{self._number}/{name}")
         return cast("_C.CountingCommunicator", made)  # it has the methods that are called here
 
-    def agree(self, what: str, lines: list[str]) -> None:
+    def agree(self, what: str, lines: list[str]) -> int:
         text = torch.tensor(list(json.dumps(lines).encode()), dtype=torch.uint8, device="cpu")
         name = f"bagua/{self._number}/lines"
         length = torch.tensor([text.numel()], device="cpu")
@@ -153,6 +155,7 @@ class HorovodTransport(Connections):
         for other, theirs in enumerate(everyone):
             if theirs != everyone[0]:
                 raise mismatch(what, everyone[0], theirs, other)
+        return 0  # no engine here has an incarnation
 
 
 class _Rendezvous:
