@@ -29,38 +29,37 @@ def open_files():
     return len(os.listdir("/proc/self/fd"))
 
 
-def sockets_of_the_store():
-    """Inodes of connections to the store's port, which threads open again where it is late."""
-    found, port = set(), int(os.environ["MASTER_PORT"])
+def connections():
+    """Inodes of this process's TCP connections, but for those to the store.
+
+    Threads open one of these again where the store is late, and other sockets to look up names.
+    """
+    found, of_store, established = set(), int(os.environ["MASTER_PORT"]), "01"
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if int(fields[2].rpartition(":")[2], 16) == port:
-                found.add(f"socket:[{fields[9]}]")
-    return found
-
-
-def open_sockets():
-    """Their inodes: one that an earlier model's thread closes meanwhile takes none of them."""
-    found = set()
+            _, local, remote, state, *_, inode = line.split()[:10]
+            ports = {int(address.rpartition(":")[2], 16) for address in (local, remote)}
+            if state == established and of_store not in ports:
+                found.add(f"socket:[{inode}]")
+    own = set()
     for file in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # of the listing itself, or closed meanwhile
-            found.add(os.readlink(f"/proc/self/fd/{file}"))
-    return {link for link in found if link.startswith("socket:")} - sockets_of_the_store()
+            own.add(os.readlink(f"/proc/self/fd/{file}"))
+    return found & own
 
 
 @functools.partial(faults.with_bagua_group, timeout=60.0)
 def count_open_files():
-    """Of each algorithm, how many sockets a wrap opens and the steps after it."""
+    """Of each algorithm, how many connections a wrap opens and the steps after it."""
     found = {}
     data = [training.batch(step, dist.get_rank()) for step in range(2)]
     for name in ("auto", "auto", *ALGORITHMS):  # the first opens what the group needs, too
         gc.collect()
-        before = open_sockets()
+        before = connections()
         model, optimizer = wrapped(name, training.network())
-        after_wrap = open_sockets()
+        after_wrap = connections()
         training.train(model, optimizer, data)
-        found[name] = len(after_wrap - before), len(open_sockets() - after_wrap)
+        found[name] = len(after_wrap - before), len(connections() - after_wrap)
         del model, optimizer
     return found
 
