@@ -203,7 +203,7 @@ def test_steps_and_wraps_wait_for_no_more_round_trips_than_they_promise():
     trips = {way: min(steps[1:]) / RTT_MS * 1000 for way, steps in seconds.items()}
     assert trips.keys() == ROUND_TRIPS.keys()
     for way, most in ROUND_TRIPS.items():
-        assert most - 0.5 < trips[way] < most + 0.4, trips
+        assert most - 1 < trips[way] < most + 0.4, trips
 
 
 def test_cuts_that_are_shorter_than_the_timeout_cost_no_bit():
