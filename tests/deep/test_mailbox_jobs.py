@@ -31,32 +31,45 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def start(folder, island, dies_in=0):
-    script = folder / "kill.py"
-    script.write_text(KILLS_ITS_USER)
-    command = [FORKED_PYTHON, str(script), str(EXAMPLE), "--url", f"file://{folder}/run"]
-    # All three are needed in each round, so that none is through before the third is back.
-    command += ["--island", island, "--quorum", "3", "--secret", "of these three islands"]
-    variables = fork_server.variables() | {
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "DIES_IN": str(dies_in),
-    }
+def run(*arguments, **variables):
+    """An island as a process."""
+    variables |= fork_server.variables() | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.Popen(
-        command, env=os.environ | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [FORKED_PYTHON, *map(str, arguments)],
+        env=os.environ | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
 
 
-def test_a_killed_island_comes_back_and_all_end_with_one_anchor(tmp_path):
-    islands = [start(tmp_path, name) for name in ("oslo", "paris")]
-    islands.append(start(tmp_path, "rome", dies_in=5))
+def outputs_of_one_anchor(islands, rounds):
+    """What islands print until their end, after so many rounds, with one anchor."""
     try:
-        islands[2].communicate(timeout=90)
-        islands[2] = start(tmp_path, "rome")
         outputs = [each.communicate(timeout=90)[0].decode() for each in islands]
     finally:
         for each in islands:
             each.kill()
-    found = [re.search(r"rounds=20 loss=.* anchor=(\S+)", text) for text in outputs]
+    found = [re.search(rf"rounds={rounds} loss=.* anchor=(\S+)", text) for text in outputs]
     assert all(found), outputs
     assert len({each[1] for each in found}) == 1, outputs
+    return outputs
+
+
+def start(folder, island, dies_in=0):
+    script = folder / "kill.py"
+    script.write_text(KILLS_ITS_USER)
+    # All three are needed in each round, so that none is through before the third is back.
+    options = "--island", island, "--quorum", "3", "--secret", "of these three islands"
+    return run(script, EXAMPLE, "--url", f"file://{folder}/run", *options, DIES_IN=str(dies_in))
+
+
+def test_a_killed_island_comes_back_and_all_end_with_one_anchor(tmp_path):
+    islands = [start(tmp_path, name) for name in ("oslo", "paris")]
+    killed = start(tmp_path, "rome", dies_in=5)
+    try:
+        killed.communicate(timeout=90)
+        islands.append(start(tmp_path, "rome"))
+        outputs_of_one_anchor(islands, rounds=20)
+    finally:
+        for each in (*islands, killed):
+            each.kill()

@@ -1,23 +1,16 @@
 """A mailbox in an S3 server, through the client that users have: `requirements-mailbox.txt`."""
 
-import os
-import re
 import secrets
-import subprocess
 import threading
-from pathlib import Path
 
 import pytest
 from bagua._core.state.step_folder import Damaged
 from bagua._outer.mailbox.store import place_at
-from support.processes import fork_server
-from support.processes.fork_server import FORKED_PYTHON
+from deep.test_mailbox_jobs import EXAMPLE, outputs_of_one_anchor, run
 
 pytest.importorskip("s3fs", reason="needs requirements-mailbox.txt")
 moto_server = pytest.importorskip("moto.server", reason="needs requirements-mailbox.txt")
 serving = pytest.importorskip("werkzeug.serving")
-
-EXAMPLE = Path(__file__).parents[2] / "docs/examples/mailbox.py"
 
 
 @pytest.fixture
@@ -72,32 +65,7 @@ def test_a_file_is_created_once_and_read_with_a_bound(bucket):
 
 
 def test_islands_meet_in_a_bucket_and_end_with_one_anchor(bucket):
-    command = [
-        FORKED_PYTHON,
-        str(EXAMPLE),
-        "--url",
-        bucket,
-        "--rounds",
-        "4",
-        "--secret",
-        "of two islands in S3",
-    ]
-    variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    islands = [
-        subprocess.Popen(
-            [*command, "--island", name],
-            env=os.environ | fork_server.variables() | variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for name in ("oslo", "paris")
-    ]
-    try:
-        outputs = [each.communicate(timeout=100)[0].decode() for each in islands]
-    finally:
-        for each in islands:
-            each.kill()
-    found = [re.search(r"rounds=4 loss=.* anchor=(\S+)", text) for text in outputs]
-    assert all(found), outputs
-    assert len({each[1] for each in found}) == 1, outputs
+    options = "--url", bucket, "--rounds", "4", "--secret", "of two islands in S3"
+    islands = [run(EXAMPLE, *options, "--island", name) for name in ("oslo", "paris")]
+    outputs = outputs_of_one_anchor(islands, rounds=4)
     assert "nothing" not in "".join(outputs)  # the credentials
