@@ -55,7 +55,9 @@ void leave_captures_of_others_alone() {
 void refuse_capture(c10::Device device) {
   if (device.is_cpu()) return;
   int status = 0;  // CU_STREAM_CAPTURE_STATUS_NONE
-  if (const auto ask = driver_function<int(void*, int*)>("cuStreamIsCapturing")) {
+  // Looked up once: each round asks.
+  static auto* const ask = driver_function<int(void*, int*)>("cuStreamIsCapturing");
+  if (ask) {
     ask(current_stream_handle(device), &status);
   }
   BAGUA_CHECK(status == 0,
