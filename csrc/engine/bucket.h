@@ -34,7 +34,7 @@ struct Slot {
   at::Tensor view(const at::Tensor& flat) const;
 };
 
-// Of a plan: they are numbered in 16 bits of the ranks' agreement.
+// Parts that a plan has at most: the ranks' agreement numbers them in 16 bits.
 inline constexpr int32_t kMostParts = 65535;
 
 // Immutable once an engine has it.

@@ -29,7 +29,7 @@ struct JobPlan {
 enum class Weighed : uint8_t {
   kHere,    // before the first op
   kBefore,  // they have been by its number of samples, and are not yet by the sum of all
-  kNot,     // they are no contribution of this rank's samples
+  kNot,     // they are not a contribution of this rank's samples
 };
 
 struct Job {

@@ -37,7 +37,7 @@ struct Weighing {
   double total = 1.0;
   bool by_samples = false;  // some rank has said a number
 
-  // Of the rank that has `own`.
+  // The factor for the values of the rank that has `own`.
   double factor(const RankSamples& own) const;
   // Where values were multiplied by the rank's number before.
   double factor_of_multiplied() const;

@@ -1,4 +1,4 @@
-"""Islands that meet in a mailbox: start it on each machine, with one URL and a name of its own.
+"""Islands that meet in a mailbox: start it on each machine, with one URL and another name.
 
     python docs/examples/mailbox.py --url /mnt/shared/run --island oslo
 

@@ -782,7 +782,7 @@ class MainThreadTraffic:
 
 
 def call_until(hopeless: Callable[[], str], *works: Callable[[], Any]) -> list[Any]:
-    """What ``works`` return, all called at once; they may block. Ctrl-C, and a text of
+    """Call ``works`` at once, and return their results; they may block. Ctrl-C, and a text of
     ``hopeless``, which is raised as BaguaError, end the wait and leave the calls to themselves."""
     outcomes: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
 

@@ -383,7 +383,7 @@ def value_in(
     most_bytes: int = _MOST_BYTES,
     what: str = "not of the form that it should be",
 ) -> Value:
-    """What ``read`` makes of the JSON that the ``value`` of ``key`` is; ``what`` it else is."""
+    """Give ``read`` the JSON in the ``value`` of ``key``; errors call the value ``what``."""
     try:
         if len(value) <= most_bytes:
             return read(json.loads(value))

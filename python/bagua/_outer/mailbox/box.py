@@ -144,7 +144,7 @@ class Box:
         return Received(Counted(found.island, letter.seal, found.weight), found, letter.body)
 
     def manifest(self, number: int) -> Manifest | int:
-        """Who counts in a round; or the number of the manifest that nobody has written yet."""
+        """The manifest of a round, or the number of the first one that nobody has written yet."""
         for attempt in range(_MOST_MANIFESTS):
             path = f"{_folder(number)}/manifest-{attempt}"
             if self._is_refused(path):

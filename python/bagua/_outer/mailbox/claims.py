@@ -39,7 +39,7 @@ class _Seen(NamedTuple):
 
 
 class Lives:
-    """What this process has seen of the claims. Thread safety: one thread at a time."""
+    """The claims as this process has seen them. Thread safety: one thread at a time."""
 
     def __init__(self, place: Place, run: str, secret: bytes | None) -> None:
         self._place, self._run, self._secret = place, run, secret
@@ -133,7 +133,7 @@ class Claim:
     def _refused(self) -> _C.BaguaError:
         return _C.BaguaError(
             f"mailbox {self._place.url}: another process is island '{self.island}', and lives. "
-            "Give each island a name of its own; if it is being started again, end the process "
+            "Give each island another name; if it is being started again, end the process "
             "before."
         )
 

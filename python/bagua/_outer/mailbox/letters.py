@@ -143,7 +143,7 @@ class Counted:
 
     @property
     def name(self) -> str:
-        """Of its file, in the round's folder."""
+        """The name of its file, in the round's folder."""
         return f"from-{self.island}-{self.seal[:16]}"
 
 
@@ -179,7 +179,7 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Who counts in a round, in the order in which contributions are added."""
+    """The islands that count in a round, in the order in which contributions are added."""
 
     run: str
     round: int

@@ -48,7 +48,7 @@ class Patience:
         self._pause = min(2 * self._pause, self._place.pause[1])
 
     def repeat(self, what: str, function: Callable[[], Value]) -> Value:
-        """What ``function`` returns when it succeeds; BaguaError when the time is over."""
+        """Call ``function`` until it succeeds; its result. BaguaError: the time is over."""
         damaged: float | None = None
         while True:
             try:
