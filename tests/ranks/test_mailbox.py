@@ -11,22 +11,23 @@ import bagua.torch_api as bagua
 import pytest
 import torch
 import torch.distributed as dist
-from bagua import BaguaError, BaguaMismatchError
+from bagua import BaguaError, BaguaMismatchError, BaguaTimeoutError
 from bagua._outer.mailbox import box, claims
 from bagua._outer.mailbox.rounds import MailboxRanks
 from bagua.torch_api.algorithms import DiLoCoAlgorithm, Mailbox, OuterSGD
 from oracle.mailbox import Islands
 from ranks.test_diloco import own_step
 from support import training
+from torch import nn
 
 NAMES = "oslo", "paris", "rome"
 RULE = OuterSGD(0.7, 0.3)
 SOON = 0.01  # seconds of grace
 
 
-def island(folder, name, *, seed=0, group=None, mailbox=None, **arguments):
+def island(folder, name, *, seed=0, group=None, mailbox=None, model=None, **arguments):
     """(model, optimizer) of an island that has its own process group, of one rank."""
-    model = training.network(seed)
+    model = training.network(seed) if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     own = {"quorum": 1, "grace": SOON} | (mailbox or {})
     arguments = {"outer_optimizer": RULE, "interval": 2} | arguments
@@ -182,8 +183,8 @@ def late_after_sending(folder):
     train(*paris, range(1), 5, 5)
     decided = threading.Event()
     of_oslo, of_paris = (each[0].bagua_algorithm._ranks for each in (oslo, paris))
-    contribute = of_oslo._box.contribute
-    of_oslo._box.contribute = lambda *letter: decided.wait(60) and contribute(*letter)
+    contribute = of_oslo._post.box.contribute
+    of_oslo._post.box.contribute = lambda *letter: decided.wait(60) and contribute(*letter)
     train(*oslo, range(1, 2), 3, 3)
     object.__setattr__(of_paris._mailbox, "quorum", 1)
     train(*paris, range(1, 2), 5, 5)
@@ -240,11 +241,11 @@ def test_an_island_goes_on_where_the_others_are_in_the_cycle_of_fragments(ranks,
 def killed(model):
     """Let an island end as a killed one does: it leaves its claim."""
     members = model.bagua_algorithm._ranks
-    place, left = members._box.place, members._claim._name
+    place, left = members._post.box.place, members._post.claim._name
     remove, place.remove = place.remove, lambda *_: None
-    members._claim.release()
-    members._claim._thread.join()
-    place.remove, members._claim = remove, None
+    members._post.claim.release()
+    members._post.claim._thread.join()
+    place.remove = remove
     assert left in os.listdir(os.path.join(place.url, "islands"))
 
 
@@ -266,7 +267,7 @@ def killed_and_started(folder):
     model, optimizer = island(folder, "oslo", seed=3, **arguments)
     found = model.bagua_algorithm.outer_rounds, before == anchor_bits(model)
     train(model, optimizer, range(10))
-    rounds, claim = model.bagua_algorithm.outer_rounds, model.bagua_algorithm._ranks._claim
+    rounds, claim = model.bagua_algorithm.outer_rounds, model.bagua_algorithm._ranks._post.claim
     model.bagua_algorithm.close()
     claim._thread.join()
     return found, rounds
@@ -328,6 +329,120 @@ def another_anchor(folder):
 def test_an_island_whose_anchor_differs_is_refused_by_name(ranks, tmp_path):
     (text,) = ranks(1, another_anchor, str(tmp_path))
     assert "the anchor of island 'oslo' before outer round 2 differs from that of paris" in text
+
+
+# Waits, and islands that have left.
+
+
+def briefly():
+    """Begin anew with waits of three seconds at most."""
+    bagua.destroy_process_group()
+    bagua.init_process_group(timeout=timedelta(seconds=3))
+
+
+@training.with_group
+def begun_without_an_anchor(folder):
+    hasty()
+    briefly()
+    island(folder, "oslo")
+    (Path(folder) / "anchor-000000000").write_bytes(b"half of it")
+    with pytest.raises(BaguaTimeoutError) as failed:
+        island(folder, "paris")
+    return str(failed.value)
+
+
+def test_an_island_that_finds_no_whole_anchor_stops_waiting_and_names_it(ranks, tmp_path):
+    (text,) = ranks(1, begun_without_an_anchor, str(tmp_path))
+    assert f"mailbox {tmp_path}: anchor-000000000, which others have mailed, is not there" in text
+    assert "3 s are over. Remove it and start this island again" in text
+
+
+@training.with_group
+def overtaken_while_it_saves(folder):
+    """The others make rounds, and remove one in which this island has just launched its part."""
+    briefly()
+    shared = {"overlap_steps": 1, "mailbox": {"keep": 1}}
+    model, optimizer = island(folder, "oslo", **shared)
+    other = island(folder, "paris", **shared)
+    overtaken = threading.Event()
+    box = model.bagua_algorithm._ranks._post.box
+    contribute, anchor = box.contribute, box.anchor
+    box.contribute = lambda *letter: overtaken.wait(60) and contribute(*letter)
+    train(model, optimizer, range(2))
+    train(*other, range(9))
+    overtaken.set()
+    box.anchor = lambda *_: None  # it is listed, and cannot be read yet
+    with pytest.raises(BaguaTimeoutError) as failed:
+        model.bagua_algorithm.state_dict()
+    box.anchor = anchor
+    rounds = model.bagua_algorithm.state_dict()["outer_rounds"]
+    train(model, optimizer, range(2, 4))
+    return str(failed.value), rounds, anchor_bits(model) == anchor_bits(other[0])
+
+
+def test_an_island_that_is_overtaken_while_it_saves_goes_on_with_an_anchor(ranks, tmp_path):
+    ((text, rounds, same),) = ranks(1, overtaken_while_it_saves, str(tmp_path))
+    assert ", which others have mailed, is not there or not whole" in text
+    assert rounds == 0  # before the next look
+    assert same
+
+
+@training.with_group
+def left_alone(folder):
+    """Syncs an island after the other one has ended, with a quorum of two."""
+    shared = {"mailbox": {"quorum": 1}, "weight": "samples"}
+    model, optimizer = island(folder, "oslo", **shared)
+    other, its = island(folder, "paris", **shared)
+    train(other, its, range(2), samples=1)
+    other.bagua_algorithm.close()  # as its process does when it ends
+    object.__setattr__(model.bagua_algorithm._ranks._mailbox, "quorum", 2)
+    train(model, optimizer, range(1), samples=1)
+    model.bagua_algorithm.sync()
+    return model.bagua_algorithm.outer_rounds, model.bagua_algorithm._ranks._post.ending
+
+
+def test_sync_does_not_wait_for_islands_that_have_ended(ranks, tmp_path):
+    assert ranks(1, left_alone, str(tmp_path)) == [(2, False)]
+
+
+@training.with_group
+def broken_elsewhere(folder):
+    """Warnings of an island while another one's weights hold NaN."""
+    model, optimizer = island(folder, "oslo")
+    other = island(folder, "paris")
+    train(*other, range(1))
+    with torch.no_grad():
+        next(other[0].parameters()).view(-1)[0] = torch.nan
+    theirs = training.warnings_of(lambda: train(*other, range(1, 2)))
+    return theirs, training.warnings_of(lambda: train(model, optimizer, range(2)))
+
+
+def test_a_mean_that_is_not_finite_names_the_island_that_broke_it(ranks, tmp_path):
+    ((theirs, own),) = ranks(1, broken_elsewhere, str(tmp_path))
+    for said in (theirs, own):
+        assert sum("The weights of island(s) paris hold NaN" in text for text in said) == 1, said
+
+
+@training.with_group
+def buffers_by_samples(folder):
+    """A mean buffer of two islands with 1 and 3 samples, and those two before the round."""
+    shared = {"weight": "samples", "overlap_steps": 1, "mailbox": {"quorum": 2}}
+    made, own = [], []
+    for name in NAMES[:2]:
+        normalised = nn.Sequential(nn.BatchNorm1d(5), *training.network())
+        made.append(island(folder, name, model=normalised, **shared))
+    for (model, optimizer), samples in zip(made, (1, 3), strict=True):
+        train(model, optimizer, range(2), samples, samples)
+        own.append(model[0].running_mean.clone())
+    for (model, optimizer), samples in zip(made, (1, 3), strict=True):
+        train(model, optimizer, range(2, 3), samples, samples)
+    return own, [model[0].running_mean for model, _ in made]
+
+
+def test_buffers_of_islands_are_weighted_by_samples_as_their_weights(ranks, tmp_path):
+    (((oslo, paris), means),) = ranks(1, buffers_by_samples, str(tmp_path))
+    for mean in means:
+        torch.testing.assert_close(mean, 0.25 * oslo + 0.75 * paris)
 
 
 # Files of others, and a folder that fails.

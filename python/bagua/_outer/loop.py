@@ -205,16 +205,19 @@ class OuterLoop(Synchronizer):
             if bucket.part == fragment.part and not self._buffers.keys() & _names(bucket):
                 bucket.backend_tensor.zero_()  # the padding too, which no launch writes
         own = self._local.all_true(_all_finite(self._local.weights().values()))
-        broken = self._ranks_with_non_finite(not own)
+        broken = self._ranks.broken
+        if broken is None:
+            ranks = self._ranks_with_non_finite(not own)
+            broken = f"rank(s) {', '.join(map(str, ranks))}" if ranks else ""
         whose = "No rank's weights hold NaN or infinity: the sum overflowed"
         if broken:
-            whose = _STARTS_AGAIN.format(f"rank(s) {', '.join(map(str, broken))}")
+            whose = _STARTS_AGAIN.format(broken)
         if not own:
             self.take_anchors()
             _clear_non_finite(self._local.optimizers)
         warn(
             f"module '{self._local.name}': the average of an outer round is not finite, and "
-            f"changes nothing. {whose}. Other ranks keep their weights, for the next round."
+            f"changes nothing. {whose}. Others keep their weights, for the next round."
         )
 
     def _ranks_with_non_finite(self, here: bool) -> list[int]:
@@ -330,7 +333,7 @@ class OuterLoop(Synchronizer):
     def end_together(self) -> None:
         """Use the result of a round under way, before another plan takes over."""
         if self.state.pending is not None:
-            self.use(late=True)
+            self._ranks.complete(lambda: self.use(late=True))
 
     def close(self) -> None:
         """Count no more steps and stop the threads. Idempotent.
@@ -353,7 +356,7 @@ class OuterLoop(Synchronizer):
         depend on being saved.
         """
         if self.overlaps:
-            self._receive()
+            self._ranks.complete(self._receive)
         return self.state.named() | self.named_means()
 
     def named_means(self) -> dict[str, torch.Tensor]:

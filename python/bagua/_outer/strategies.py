@@ -63,6 +63,8 @@ class FixedRanks:
     change_due = False  # the ranks have to agree anew on who they are
     postponed: int | None = None  # the fragment whose round is made after that
     counted = True  # this rank's part is in the result that was received last
+    #: Words for those whose parts of it are not finite, "" of nobody; None: the ranks gather them.
+    broken: str | None = None
 
     def mean(
         self,
@@ -101,6 +103,10 @@ class FixedRanks:
     def receive(self, engine: _C.Engine) -> None:
         """Wait until all ranks have the result of the round under way."""
         engine.wait()
+
+    def complete(self, receive: Callable[[], None]) -> None:
+        """Call ``receive`` where no round is made: for a checkpoint, or before another plan."""
+        receive()
 
     def claim(self) -> None:
         """A plan is about to be built; the module that was wrapped before has ended its own."""

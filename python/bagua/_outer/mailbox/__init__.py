@@ -24,7 +24,8 @@ class Mailbox(Elastic):
         url: a folder as path or ``file://`` URL, or a URL of fsspec, such as ``s3://bucket/run``;
             its storage must be able to create a file only if there is none.
         island: the name of this one, letters, digits, ``-`` and ``_``, of 64 at most.
-        quorum: islands that a round needs; it waits for them until the group's timeout.
+        quorum: islands that a round needs; it waits for them until the group's timeout. Rounds of
+            ``sync()`` need no more than have not ended.
         grace: seconds that a round waits for late islands at most. Once the quorum has come it
             waits twice as long as that took, at least a second. A late island's steps count in its
             next round. None: it waits for all that live.

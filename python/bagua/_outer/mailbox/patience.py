@@ -47,6 +47,15 @@ class Patience:
             raise Closed
         self._pause = min(2 * self._pause, self._place.pause[1])
 
+    def wait_for(self, what: str, remedy: str) -> None:
+        """Pause before another look. BaguaTimeoutError, with ``remedy``: the time is over."""
+        self.doing = what
+        if self.over:
+            raise _C.BaguaTimeoutError(
+                f"mailbox {self._place.url}: {what}, and {self._seconds:g} s are over. {remedy}"
+            )
+        self.pause()
+
     def repeat(self, what: str, function: Callable[[], Value]) -> Value:
         """Call ``function`` until it succeeds; its result. BaguaError: the time is over."""
         damaged: float | None = None

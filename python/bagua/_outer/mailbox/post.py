@@ -1,0 +1,311 @@
+"""An island's work with the files of a mailbox, on a thread: steps 1, 2 and 4 of its rounds.
+
+Note [Rounds of a mailbox] in ``rounds.py`` has them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from fractions import Fraction
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import torch
+
+from bagua import _C
+from bagua._core.group.grace import Grace
+from bagua._core.group.warn import warn_here
+from bagua._outer.loop import OuterLoop, digest_of
+from bagua._outer.mailbox import Mailbox, letters
+from bagua._outer.mailbox.bodies import body_bytes, buckets_of, mean_of
+from bagua._outer.mailbox.box import Box, Received
+from bagua._outer.mailbox.claims import Claim, Lives
+from bagua._outer.mailbox.letters import Contribution, Manifest
+from bagua._outer.mailbox.patience import Patience
+
+if TYPE_CHECKING:
+    from bagua._outer.loop import Fragment
+
+_log = logging.getLogger("bagua")
+
+
+class Overtaken(_C.BaguaError):
+    """The files of a round are gone: the others are further, and have an anchor."""
+
+
+class Result(NamedTuple):
+    """The mean of a round, by bucket of its fragment, on the CPU.
+
+    ``broken``: islands whose contributions are not finite, looked for where the mean is not.
+    """
+
+    part: int
+    means: list[torch.Tensor]
+    broken: list[str]
+    counted: bool = False
+
+
+#: Counters, and fragments that hold what was mailed.
+Anchor: TypeAlias = "tuple[dict[str, int], list[Fragment]]"
+
+
+class Post:
+    """Contributions, manifests and anchors of an island that has entered a run.
+
+    Thread safety: one thread at a time, but for ``late_rounds``.
+
+    Attributes:
+        ending: the round is one of ``sync()``, which does not wait for islands that have left.
+        late_rounds: those that this island's contribution came too late to.
+    """
+
+    def __init__(self, mailbox: Mailbox, box: Box, claim: Claim, lives: Lives) -> None:
+        self.box, self.claim = box, claim
+        self.ending, self.late_rounds = False, 0
+        self._mailbox, self._lives = mailbox, lives
+        self._decided = -1  # the last round whose manifest this island wrote
+        self._told_late: set[str] = set()
+
+    # A round.
+
+    def exchange(
+        self, loop: OuterLoop, own: Contribution, letter: bytearray, patience: Patience
+    ) -> Result:
+        """Mail a contribution, wait for the manifest, and return the means."""
+        mine = patience.repeat("mailing a contribution", lambda: self.box.contribute(own, letter))
+        if self._decided == own.round - 1 >= 0:
+            self._mail_anchor(loop, patience)
+        arrived = {own.island: mine}
+        manifest = self._agreed(own, arrived, patience)
+        if manifest.anchor != own.anchor:
+            raise self._differs(own.round, [each.island for each in manifest.counted])
+        counted = mine.counted in manifest.counted
+        self._note(loop, manifest, counted)
+        return self._means(loop, manifest, arrived, patience)._replace(counted=counted)
+
+    def _agreed(
+        self, own: Contribution, arrived: dict[str, Received], patience: Patience
+    ) -> Manifest:
+        """The manifest of a round, which this island may write."""
+        grace = Grace(self._mailbox.quorum, self._mailbox.grace)
+        number = own.round
+        while True:
+            found = self._manifest(number, patience)
+            if isinstance(found, Manifest):
+                return found
+            if self._newest(patience) > number:
+                found = self._manifest(number, patience)  # it may have come since
+                if isinstance(found, Manifest):
+                    return found
+                raise self._overtaken(number)
+            self._arrivals(own, arrived, patience)
+            needed, expected = self._awaited(own, arrived, patience)
+            over = grace.over(len(arrived), len(expected))
+            enough = len(arrived) >= needed and over and found >= 0
+            if enough and self._decide(own, arrived, needed, found, patience):
+                continue
+            patience.wait_for(
+                f"outer round {number + 1} has {', '.join(sorted(arrived))}, needs "
+                f"{needed} island(s), expects {', '.join(sorted(expected)) or 'none'}",
+                "Start the others, or allow fewer by quorum=.",
+            )
+
+    def _manifest(self, number: int, patience: Patience) -> Manifest | int:
+        return patience.repeat("looking for a manifest", lambda: self.box.manifest(number))
+
+    def _arrivals(
+        self, own: Contribution, arrived: dict[str, Received], patience: Patience
+    ) -> None:
+        """Fetch contributions that have come."""
+        look = partial(self.box.contributions, own.round)
+        names = patience.repeat("looking for contributions", look)
+        for island, files in list(names.items())[: letters.MOST_ISLANDS]:
+            for name in files if island not in arrived else ():
+                read = partial(self.box.contribution, own.round, own.part, name)
+                received = patience.repeat(f"reading {name}", read)
+                if received is not None:
+                    arrived[island] = received
+                    break
+
+    def _awaited(
+        self, own: Contribution, arrived: Mapping[str, Received], patience: Patience
+    ) -> tuple[int, set[str]]:
+        """The islands that a round needs, and those that live and have not come.
+
+        An island that is killed leaves its claim, and one that ends takes it back.
+        """
+        claimed = patience.repeat("looking for islands", self._lives.look).keys()
+        needed = self._mailbox.quorum
+        if self.ending and own.round > 0:
+            needed = min(needed, len(claimed | arrived.keys()))
+        return needed, self._lives.alive() - arrived.keys()
+
+    def _decide(
+        self,
+        own: Contribution,
+        arrived: Mapping[str, Received],
+        needed: int,
+        attempt: int,
+        patience: Patience,
+    ) -> bool:
+        """Write the manifest with those of the most common anchor, if they are enough."""
+        against: dict[str, list[str]] = {}
+        for island, received in sorted(arrived.items()):
+            against.setdefault(received.contribution.anchor, []).append(island)
+        anchor, islands = max(
+            against.items(), key=lambda pair: (len(pair[1]), pair[0] == own.anchor)
+        )
+        if len(islands) < needed or not any(arrived[i].counted.weight for i in islands):
+            return False
+        if anchor != own.anchor:
+            raise self._differs(own.round, islands)
+        counted = [arrived[island].counted for island in islands]
+        manifest = Manifest(self.box.run, own.round, own.part, anchor, own.island, counted)
+        if patience.repeat("writing a manifest", lambda: self.box.decide(manifest, attempt)):
+            self._decided = own.round
+        return True
+
+    def _differs(self, number: int, islands: list[str]) -> _C.BaguaError:
+        return _C.BaguaMismatchError(
+            f"mailbox {self.box.place.url}: the anchor of island '{self._mailbox.island}' before "
+            f"outer round {number + 1} differs from that of {', '.join(islands)}. Start it again "
+            "without a checkpoint: it begins with the last anchor of the mailbox."
+        )
+
+    def _overtaken(self, number: int) -> Overtaken:
+        return Overtaken(f"mailbox {self.box.place.url}: outer round {number + 1} is gone")
+
+    def _note(self, loop: OuterLoop, manifest: Manifest, counted: bool) -> None:
+        """Tell who was late."""
+        islands = {each.island for each in manifest.counted}
+        late = (self._lives.alive() | {self._mailbox.island}) - islands
+        self.late_rounds += not counted
+        if late:
+            text = (
+                f"module '{loop.name}': island(s) {', '.join(sorted(late))} did not come in time "
+                f"to outer round {manifest.round + 1}, {', '.join(sorted(islands))} go on"
+            )
+            if not late <= self._told_late:
+                self._told_late |= late
+                warn_here(f"{text}. Later times are logged.")
+            _log.info(text)
+
+    def _means(
+        self,
+        loop: OuterLoop,
+        manifest: Manifest,
+        arrived: Mapping[str, Received],
+        patience: Patience,
+    ) -> Result:
+        """The mean of the contributions of a manifest."""
+        bodies = [
+            self._body(manifest, each, arrived.get(each.island), patience)
+            for each in manifest.counted
+        ]
+        exact = [Fraction(each.weight) for each in manifest.counted]
+        shares = [float(weight / sum(exact)) for weight in exact]
+        means, broken, begin = list[torch.Tensor](), set[str](), 0
+        for bucket in buckets_of(loop, manifest.part):
+            end = begin + body_bytes(bucket)
+            mine = [body[begin:end] for body in bodies]
+            means.append(mean_of(bucket, mine, shares))
+            if not _C.all_finite(means[-1]):
+                for each, body in zip(manifest.counted, mine, strict=True):
+                    if not _C.all_finite(mean_of(bucket, [body], [1.0])):
+                        broken.add(each.island)
+            begin = end
+        return Result(manifest.part, means, sorted(broken))
+
+    def _body(
+        self,
+        manifest: Manifest,
+        counted: letters.Counted,
+        arrived: Received | None,
+        patience: Patience,
+    ) -> memoryview:
+        """A contribution that counts."""
+        read = partial(self.box.contribution, manifest.round, manifest.part, counted.name)
+        while arrived is None or arrived.counted != counted:
+            arrived = patience.repeat(f"reading {counted.name}", read)
+            if arrived is not None and arrived.counted == counted:
+                break
+            if self._newest(patience) > manifest.round:
+                raise self._overtaken(manifest.round)
+            patience.wait_for(
+                f"{counted.name} of outer round {manifest.round + 1}, which counts, is not there "
+                "or not whole",
+                "Start this island again.",
+            )
+        return arrived.body
+
+    # Anchors.
+
+    def _mail_anchor(self, loop: OuterLoop, patience: Patience) -> None:
+        """Mail the anchors where it is time, and remove what is old."""
+        if self._newest(patience) > loop.state.communications - self._mailbox.keep:
+            return
+        self._put_anchor(loop, patience)
+        patience.repeat("removing old rounds", self.box.forget)
+
+    def _put_anchor(self, loop: OuterLoop, patience: Patience) -> bool:
+        """Whether this is the anchor after so many rounds; False: there is another one."""
+        state = loop.state
+        counters = {"rounds": state.communications, "outer_rounds": state.outer_rounds}
+        tensors = {key: tensor.cpu() for key, tensor in state.named().items()}
+        put = partial(self.box.put_anchor, counters, tensors)
+        return patience.repeat("mailing an anchor", put)
+
+    def _newest(self, patience: Patience) -> int:
+        """Rounds behind the newest anchor; -1: there is none."""
+        return max(patience.repeat("looking for anchors", self.box.anchors), default=-1)
+
+    def missed(self, loop: OuterLoop, knows: bool, patience: Patience) -> Result | Anchor | None:
+        """The next step that others have made, or newer anchors; None: there is neither.
+
+        ``knows``: the anchors here are those of the mailbox after so many rounds. Otherwise this
+        island has begun, or has loaded a checkpoint.
+        """
+        number = loop.state.communications
+        while True:
+            found = self._manifest(number, patience)
+            newest = -1 if isinstance(found, Manifest) and knows else self._newest(patience)
+            if newest > number or (newest == number and not knows):
+                anchor = self._anchor(loop, newest, patience)
+                if anchor is not None:
+                    return anchor
+            elif isinstance(found, Manifest):
+                try:
+                    return self._decided_by_others(loop, found, patience)
+                except Overtaken:
+                    knows = False  # there is a newer anchor
+            elif knows or self._continues(number, patience) or self._put_anchor(loop, patience):
+                return None
+            patience.wait_for(
+                f"anchor-{max(newest, number):09d}, which others have mailed, is not there or not "
+                "whole",
+                "Remove it and start this island again, or begin anew with another URL.",
+            )
+
+    def _decided_by_others(self, loop: OuterLoop, manifest: Manifest, patience: Patience) -> Result:
+        if manifest.anchor != digest_before(loop, manifest.part):
+            raise self._differs(manifest.round, [each.island for each in manifest.counted])
+        return self._means(loop, manifest, {}, patience)
+
+    def _continues(self, number: int, patience: Patience) -> bool:
+        """Whether the mailbox has the round before; otherwise a checkpoint is newer."""
+        return number > 0 and isinstance(self._manifest(number - 1, patience), Manifest)
+
+    def _anchor(self, loop: OuterLoop, number: int, patience: Patience) -> Anchor | None:
+        """An anchor that was mailed; None: not now."""
+
+        def made(tensors: Mapping[str, torch.Tensor]) -> list[Fragment]:
+            return [fragment.loaded(tensors) for fragment in loop.state.fragments]
+
+        read = partial(self.box.anchor, number, loop.state.named(), made)
+        return patience.repeat("reading an anchor", read)
+
+
+def digest_before(loop: OuterLoop, part: int) -> str:
+    """A digest of the anchors of a fragment, and of its optimizer's state."""
+    return f"{digest_of(dict(loop.state.fragments[part].named_state())):016x}"
