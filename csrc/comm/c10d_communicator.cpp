@@ -1,6 +1,7 @@
 #include "comm/c10d_communicator.h"
 
 #include <algorithm>
+#include <bit>
 #include <exception>
 #include <utility>
 
@@ -180,10 +181,7 @@ void C10dCommunicator::all_gather(const at::Tensor& input, at::Tensor& output) {
     at::Tensor source = flat(input);
     at::Tensor target = flat(output);
     if (!is_gloo_ && size > 1) return wait(backend_->_allgather_base(target, source));
-    const bool small = static_cast<int64_t>(target.nbytes()) <= kMostRecordsBytes;
-    if (size > kMostToldDirectly && small && !short_paths_) {
-      return all_gather_by_doubling(site, source, target);
-    }
+    if (goes_by_doubling(target)) return all_gather_by_doubling(site, source, target);
     if (awaited_->bytes == static_cast<int64_t>(source.nbytes())) {
       return gather_awaited(site, source, target);
     }
@@ -238,6 +236,16 @@ void C10dCommunicator::gather_awaited(CallSite& site, const at::Tensor& source,
   awaited_->slots[rank].copy_(source.view(at::kByte));
   target.view(at::kByte).copy_(awaited_->slots.flatten());
   await_next_gather(site);
+}
+
+bool C10dCommunicator::goes_by_doubling(const at::Tensor& output) const {
+  const bool small = static_cast<int64_t>(output.nbytes()) <= kMostRecordsBytes;
+  return is_gloo_ && group().size > kMostToldDirectly && small && !short_paths_;
+}
+
+int64_t C10dCommunicator::messages_of_all_gather(const at::Tensor& output) const {
+  if (!goes_by_doubling(output)) return group().size - 1;
+  return std::bit_width(static_cast<unsigned>(group().size - 1));
 }
 
 // Slot i of `held` is of rank (rank + i) mod size.

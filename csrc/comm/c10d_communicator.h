@@ -53,6 +53,7 @@ class C10dCommunicator final : public Communicator {
 
   void all_reduce(at::Tensor& tensor, ReduceOp op) override;
   void all_gather(const at::Tensor& input, at::Tensor& output) override;
+  int64_t messages_of_all_gather(const at::Tensor& output) const override;
   void all_to_all(const at::Tensor& input, at::Tensor& output) override;
   void broadcast(at::Tensor& tensor, int root) override;
   using Communicator::exchange;
@@ -102,6 +103,7 @@ class C10dCommunicator final : public Communicator {
   void gather_awaited(CallSite& site, const at::Tensor& source, at::Tensor& target);
   void reduce_directly(CallSite& site, at::Tensor& tensor, ReduceOp op);
   at::Tensor received(const at::Tensor& like, int64_t rows, int64_t numel);
+  bool goes_by_doubling(const at::Tensor& output) const;
   void all_gather_by_doubling(CallSite& site, const at::Tensor& source, at::Tensor& target);
   void call_back(const OnReceived& on_received, size_t message);
   std::vector<at::Tensor> fragments(const at::Tensor& tensor) const;

@@ -68,6 +68,11 @@ class Communicator {
   // Equal numel, divisible by size: chunk j of rank i becomes chunk i of rank j.
   virtual void all_to_all(const at::Tensor& input, at::Tensor& output) = 0;
 
+  // Messages that each rank sends and receives in such a call.
+  virtual int64_t messages_of_all_gather(const at::Tensor& /*output*/) const {
+    return group_.size - 1;
+  }
+
   virtual void broadcast(at::Tensor& tensor, int root) = 0;
 
   // Point to point: every receive is posted before the first send, so that any pattern in which

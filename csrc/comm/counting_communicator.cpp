@@ -90,9 +90,10 @@ std::shared_ptr<SharedBucket> CountingCommunicator::share(const at::Tensor& tens
 
 void CountingCommunicator::all_gather(const at::Tensor& input, at::Tensor& output) {
   timed("bagua::all_gather", [&] { inner_->all_gather(input, output); });
-  const int64_t others = group().size - 1;
-  count_sent(others, others * bytes_of(input));
-  count_received(others, others * bytes_of(input));
+  const int64_t messages = inner_->messages_of_all_gather(output);
+  const int64_t bytes = (group().size - 1) * bytes_of(input);
+  count_sent(messages, bytes);
+  count_received(messages, bytes);
 }
 
 void CountingCommunicator::all_to_all(const at::Tensor& input, at::Tensor& output) {

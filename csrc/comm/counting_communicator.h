@@ -39,7 +39,8 @@ struct Traffic {
 // Forwards every call, under its name in profiles, and counts it once it has succeeded. Per rank,
 // for P ranks:
 // - exchange: each message to or from another rank; exact.
-// - all_gather of S bytes of input: P - 1 messages of S, sent and received; exact on gloo.
+// - all_gather of S bytes of input: S (P - 1) bytes sent and received, in P - 1 messages or, where
+//   gloo passes small ones on, in ceil(log2 P); exact on gloo.
 // - all_to_all of S bytes of input: P - 1 messages of S / P, sent and received; exact on gloo.
 // - all_reduce of S bytes: 2 (P - 1) messages, 2 S (P - 1) / P bytes, sent and received: the ring
 //   algorithm of gloo and, but that two ranks need one message, the one of shortened paths; exact

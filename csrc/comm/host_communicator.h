@@ -26,6 +26,9 @@ class HostCommunicator final : public Communicator {
 
   void all_reduce(at::Tensor& tensor, ReduceOp op) override;
   void all_gather(const at::Tensor& input, at::Tensor& output) override;
+  int64_t messages_of_all_gather(const at::Tensor& output) const override {
+    return inner_->messages_of_all_gather(output);
+  }
   void all_to_all(const at::Tensor& input, at::Tensor& output) override;
   void broadcast(at::Tensor& tensor, int root) override;
   using Communicator::exchange;

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua import _C, BaguaError, BaguaTimeoutError
-from bagua._core.group.connections import Connections, by_doubling
+from bagua._core.group.connections import MOVED, Connections, by_doubling
 from support.counting_store import CountingStore
 from support.threads.thread_ranks import run_threads
 
@@ -69,8 +69,11 @@ def test_small_messages_reach_many_ranks_over_few_connections():
             few.broadcast(value, root)
             assert value.tolist() == [float(root)] * 50
         for numel in (1, 7):
-            records = torch.zeros(size * numel, dtype=torch.int64)
+            records, before = torch.zeros(size * numel, dtype=torch.int64), few.traffic()
             few.all_gather(torch.arange(numel) + 1000 * rank, records)
+            moved = {name: few.traffic()[name] - before[name] for name in MOVED}
+            assert moved["messages_sent"] == moved["messages_received"] == 4, "1, 2, 4, 8 ranks on"
+            assert moved["bytes_sent"] == moved["bytes_received"] == 8 * numel * (size - 1)
             every = [1000 * other + one for other in range(size) for one in range(numel)]
             assert records.tolist() == every
         connected.wait()
