@@ -225,6 +225,31 @@ def test_optimizers_that_communicate_are_refused_where_ranks_step_on_their_own_g
             assert "Use a plain optimizer of all parameters" in text
 
 
+BUFFERS = {
+    "is expanded": lambda: torch.zeros(1).expand(3),
+    "is sparse or quantised": lambda: torch.eye(3).to_sparse(),
+    "is of torch.inference_mode()": torch.inference_mode()(lambda: torch.zeros(3)),
+    "is a lazy negative": lambda: torch.zeros(3, dtype=torch.complex64).conj().imag,
+}
+
+
+@faults.with_bagua_group
+def buffers_that_cannot_be_written():
+    errors = []
+    for make in BUFFERS.values():
+        model = nn.Linear(2, 2)
+        model.register_buffer("odd", make())
+        errors.append(faults.error_of(lambda model=model: model.with_bagua([], EXACT)))
+    return errors
+
+
+def test_a_buffer_into_which_no_other_ranks_values_can_be_written_is_named(ranks):
+    for errors in ranks(2, buffers_that_cannot_be_written):
+        for why, error in zip(BUFFERS, errors, strict=True):
+            assert f"buffer 'odd' {why}, so no other rank's values" in error
+            assert "_bagua_params_and_buffers_to_ignore" in error
+
+
 def test_a_wrap_before_initialisation_says_what_to_call():
     assert not bagua.communication.is_initialized()
     with pytest.raises(RuntimeError, match=r"call bagua.init_process_group\(\) before with_bagua"):

@@ -5,7 +5,11 @@ from functools import partial
 import bagua.torch_api as bagua
 import torch
 import torch.distributed as dist
-from bagua.torch_api.algorithms import DiLoCoAlgorithm, OuterSGD
+from bagua.torch_api.algorithms import (
+    AsyncModelAverageAlgorithm,
+    DiLoCoAlgorithm,
+    OuterSGD,
+)
 from ranks.test_diloco import (
     adamw,
     assert_outer_state_agrees,
@@ -131,6 +135,94 @@ def test_a_round_shares_buffers_without_a_mean_and_frozen_weights_that_training_
 @over(broken=["queue", "statistic", "key.weight"])
 def test_nan_in_what_nobody_trains_stays_on_its_rank(ranks, broken):
     assert ranks(2, share_untrained, ["statistic"], broken) == [[2] * 5] * 2
+
+
+class PartlyMoved(nn.Linear):
+    """Frozen tensors of many elements, one of which training moves, and a buffer with a history."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(5, 3)
+        for dtype in (torch.float32, torch.int8, torch.complex64, torch.float8_e4m3fn):
+            frozen = nn.Parameter(torch.ones(5000).to(dtype), requires_grad=False)
+            self.register_parameter(str(dtype).split(".")[1], frozen)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def move(self):
+        for frozen in (p for p in self.parameters() if not p.requires_grad):
+            frozen.data[1] = torch.tensor(1.0 + 2 * dist.get_rank()).to(frozen.dtype)
+
+    def moved(self):
+        return [complex(p[1]).real for p in self.parameters() if not p.requires_grad]
+
+    def forward(self, x):
+        outputs = super().forward(x)
+        self.mean = 0.9 * self.mean + 0.1 * outputs.mean(0)
+        return outputs
+
+
+@training.with_group
+def share_one_element():
+    model, optimizer = wrapped(PartlyMoved(), interval=2)
+    own_step(model, optimizer, 0)
+    model.move()
+    mean = bagua.average_weights(model)
+    own_step(model, optimizer, 1)
+    return mean.moved(), model.moved(), mean.mean.tolist()
+
+
+def test_a_frozen_weight_of_which_training_moves_one_element_is_shared(ranks):
+    first, second = ranks(2, share_one_element)
+    assert first == second
+    assert first[:2] == ([2, 1, 2, 2],) * 2
+
+
+CHANGES = {
+    "replaced": lambda model: setattr(model, "weight", nn.Parameter(model.weight.detach().clone())),
+    "float64": lambda model: model.double(),
+    "reshaped": lambda model: setattr(model.weight, "data", torch.ones(3, 1)),
+}
+
+
+def change_at(algorithm, change, place):
+    """Train, with a change before a step or after the last one."""
+    model = nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model.with_bagua([optimizer], algorithm)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 5)).sum().backward()
+        if (place, step) == ("step", 1):
+            change(model)
+            model.zero_grad()  # gradients are of the weights before
+        optimizer.step()
+    if place == "end":
+        change(model)
+    if isinstance(algorithm, DiLoCoAlgorithm):
+        model.bagua_algorithm.sync()
+    else:
+        model.bagua_algorithm.abort(model)
+
+
+@training.with_group
+def errors_of_changes():
+    errors = {
+        (name, place, type(algorithm).__name__): training.error_of(
+            partial(change_at, algorithm, change, place)
+        )
+        for name, change in CHANGES.items()
+        for place in ("step", "end")
+        for algorithm in (DiLoCoAlgorithm(interval=2), AsyncModelAverageAlgorithm())
+    }
+    bagua.barrier()
+    return errors
+
+
+def test_weights_that_change_between_the_last_forward_and_an_average_are_named(ranks):
+    for errors in ranks(2, errors_of_changes):
+        for situation, error in errors.items():
+            assert "module 'Linear': 'weight' " in error, situation
+            assert "Call with_bagua again, on every rank" in error, situation
 
 
 @training.with_group

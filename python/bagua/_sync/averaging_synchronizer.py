@@ -65,6 +65,7 @@ class AsynchronousAverage:
 
     def abort(self) -> None:
         """End averaging: returns once every rank has called it."""
+        self._made().check_plan()
         self._made().end_together()
 
     def reset(self) -> None:
@@ -217,9 +218,16 @@ class AveragingSynchronizer(Synchronizer):
     def leave(self) -> None:
         """Averages may be applied."""
         if self.lane.inside:
-            self._take_back(outside=False)
-            self._apart.give_weights()
-            self.lane.leave()
+            try:
+                self._take_back(outside=False)
+                self._apart.give_weights()
+            finally:
+                self.lane.leave()
+
+    def _leave_at_the_end(self) -> None:
+        """:meth:`leave`, where a weight of another shape than at the wrap stays as it is."""
+        with suppress(_C.BaguaError):
+            self.leave()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -247,9 +255,14 @@ class AveragingSynchronizer(Synchronizer):
     def hook_ids(self) -> list[int]:
         return [handle.id for handle in self._handles]
 
+    def check_plan(self) -> None:
+        """Raise BaguaError where weights are others than those that are averaged."""
+        if (ddp := self._owner()) is not None:
+            ddp.check_plan()
+
     def end_together(self) -> None:
         ran = self.lane.running
-        self.leave()
+        self._leave_at_the_end()
         self.lane.pause()
         self._end_outside()
         if ran and (ddp := self._owner()) is not None:
@@ -259,7 +272,8 @@ class AveragingSynchronizer(Synchronizer):
 
     def _end_outside(self) -> None:
         if not self.lane.inside:
-            self._take_averages()
+            with suppress(_C.BaguaError):
+                self._take_averages()
 
     def _take_averages(self) -> None:
         self._take_back(outside=True)
@@ -269,7 +283,7 @@ class AveragingSynchronizer(Synchronizer):
     def announce_end(self) -> None:
         """:meth:`close` will follow because the program ends well."""
         self._ending = self.lane.running
-        self.leave()
+        self._leave_at_the_end()
         self.lane.ask_to_pause()
 
     def close(self) -> None:

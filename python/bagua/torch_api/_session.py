@@ -154,6 +154,10 @@ class Session:
         """``(name, parameter)`` of all that are trained, shared ones once; no experts."""
         return self._snapshot.trained(self.module)
 
+    def check_plan(self) -> None:
+        """Raise BaguaError where the module has other parameters than those that are averaged."""
+        self._snapshot.check(self.module, self.bagua_module_name, unfreezing=True)
+
     def show_shards(self) -> None:
         """Have the next forward gather shards anew, where FSDP2 has left whole parameters."""
         self._snapshot.show_shards(self.module)
@@ -178,6 +182,8 @@ class Session:
     def _check(self, module: torch.nn.Module) -> None:
         self.process_group.refuse_before_joining()
         self._snapshot.refuse_unsupported(module, self.bagua_algorithm)
+        if self.process_group.size > 1:
+            self._snapshot.refuse_buffers(module)
         self._refuse_shards_of_the_group()
         if self.bagua_algorithm.traits.steps_on_gradients:
             return

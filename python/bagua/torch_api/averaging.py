@@ -60,7 +60,7 @@ def average_weights(
             )
     averaged = ddp.bagua_mean_buffers(mean_buffers)
     with ddp.exclusive():
-        copied: Any = copy.deepcopy(wrapped)
+        copied: Any = copy.deepcopy(wrapped, _computed(wrapped))
     within = ddp.module is getattr(wrapped, "module", None)  # a DistributedDataParallel
     result: torch.nn.Module = copied.module if within else copied
     connections = ddp.process_group.connections
@@ -68,8 +68,21 @@ def average_weights(
         return result
     buffers = {n: b for n, b in result.named_buffers() if n not in ddp.parameters_to_ignore}
     with torch.no_grad(), connections.collective_phase("average_weights()"):
+        others = [b for n, b in buffers.items() if n not in averaged]
         for tensor in [*result.parameters(), *(buffers[name] for name in averaged)]:
             if tensor.is_floating_point() or tensor.is_complex():
                 tensor.copy_(mean_of(tensor, connections))
-        broadcast_tensors([b for n, b in buffers.items() if n not in averaged], connections)
+            else:
+                others.append(tensor)
+        broadcast_tensors(others, connections)
     return result
+
+
+def _computed(module: torch.nn.Module) -> dict[int, Any]:
+    """Copies, for ``deepcopy``, of tensors that forwards compute and keep, which it refuses."""
+    return {
+        id(value): value.detach().clone()
+        for child in module.modules()
+        for value in [*vars(child).values(), *child._buffers.values()]
+        if isinstance(value, torch.Tensor) and not value.is_leaf
+    }

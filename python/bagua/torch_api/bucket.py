@@ -11,6 +11,7 @@ from typing_extensions import Self
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup, Hierarchy
 from bagua._core.state.bagua_tensor import (
+    Record,
     bagua_getter_closure,
     carries_gradient,
     is_sparse,
@@ -165,6 +166,8 @@ class BaguaBucket:
         effective = self.effective(index)
         if effective.data_ptr() == view.data_ptr():
             return
+        if effective.shape != view.shape or (self.flatten and effective.dtype != view.dtype):
+            raise _C.BaguaError(_changed(record_of(tensor), effective, view))
         with torch.no_grad():
             view.copy_(effective)
         if self.flatten:
@@ -343,6 +346,15 @@ class BaguaBucket:
         function = python_function if self.flatten else on_copies
         self.append_operation(operations.python_function(function))
         return self
+
+
+def _changed(record: Record, now: torch.Tensor, before: torch.Tensor) -> str:
+    was, has = (f"{t.dtype} of shape {list(t.shape)}" for t in (before, now))
+    return (
+        f"module '{record.module_name}': '{record.name}' was {was} at the wrap and is {has} now, "
+        "so it would train unsynchronised. Call with_bagua again, on every rank, after such a "
+        "change."
+    )
 
 
 def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -218,6 +218,16 @@ class ModuleSnapshot:
         ]
         return lines
 
+    def refuse_buffers(self, module: torch.nn.Module) -> None:
+        """Raise where a buffer cannot get the values of another rank; names it."""
+        for name, buffer in module.named_buffers():
+            if name not in self.ignored and (why := _not_writable(buffer)):
+                raise TypeError(
+                    f"buffer '{name}' is {why}, so no other rank's values can be written into it: "
+                    f"register a plain tensor, such as a clone() of it, or put its name into "
+                    f"{_IGNORE}"
+                )
+
     def refuse_unsupported(self, module: torch.nn.Module, algorithm: AlgorithmImpl) -> None:
         """Raise where ``algorithm`` cannot communicate a parameter that is trained; names it."""
         if second := self.second_wrapper():
@@ -255,6 +265,17 @@ class ModuleSnapshot:
                     "float64, complex64 and complex128 can be communicated. Put its name into "
                     f"{_IGNORE}."
                 )
+
+
+def _not_writable(buffer: torch.Tensor) -> str:
+    """Why values of another rank cannot be written into a buffer; "": they can."""
+    if buffer.layout != torch.strided or buffer.is_quantized:
+        return "sparse or quantised"
+    if buffer.is_inference():
+        return "of torch.inference_mode()"
+    if any(n > 1 and step == 0 for n, step in zip(buffer.shape, buffer.stride(), strict=True)):
+        return "expanded"
+    return "a lazy negative" if buffer.is_neg() else ""
 
 
 def sparse_parameters(module: torch.nn.Module) -> set[int]:

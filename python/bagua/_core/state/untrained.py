@@ -12,6 +12,7 @@ from bagua._core.state.initial_state import broadcast_tensors
 from bagua._core.state.saved_values import digest
 
 _SAMPLED_ELEMENTS = 1024  # of each frozen weight, evenly spaced
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 def mean_of(tensor: torch.Tensor, connections: Connections) -> torch.Tensor:
@@ -61,10 +62,10 @@ def share_untrained(
 
 
 def _differing(tensors: Sequence[torch.Tensor], connections: Connections) -> list[torch.Tensor]:
-    """Those of which a sample of the elements differs between the ranks."""
+    """Those of which a sample of the elements or the sum of all bits differs between ranks."""
     if not tensors:
         return []
-    hashes = [int(digest(_sample(tensor))) >> 1 for tensor in tensors]
+    hashes = [(int(digest(_sample(tensor))) + _sum_of_bits(tensor)) % 2**62 for tensor in tensors]
     both = connections.reduce_numbers(
         "comparing frozen weights", _C.ReduceOp.MAX, *hashes, *(-number for number in hashes)
     )
@@ -75,6 +76,15 @@ def _differing(tensors: Sequence[torch.Tensor], connections: Connections) -> lis
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // _SAMPLED_ELEMENTS)]
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> int:
+    """The sum of the elements' bits as integers: it depends on no order of additions."""
+    if type(tensor.data) is not torch.Tensor or tensor.layout != torch.strided:
+        return 0  # what its memory is only the class knows
+    values = tensor.detach().resolve_conj()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return int(values.view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64))
 
 
 def _finite(tensors: Iterable[torch.Tensor]) -> bool:

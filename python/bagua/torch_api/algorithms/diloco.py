@@ -676,10 +676,14 @@ def local_tensors(session: Session) -> LocalTensors:
             raise RuntimeError(f"module '{name}' has been deleted")
         return session
 
+    def weights() -> dict[str, torch.Tensor]:
+        alive().check_plan()
+        return {name: local(p) for name, p in alive().bagua_build_params()}
+
     return LocalTensors(
         name,
         session.bagua_optimizers,
-        weights=lambda: {name: local(p) for name, p in alive().bagua_build_params()},
+        weights=weights,
         mean_buffers=lambda: alive().bagua_mean_buffers(),
         other_buffers=lambda: alive().bagua_other_buffers(),
         frozen=lambda: alive().bagua_frozen(),
