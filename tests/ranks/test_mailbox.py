@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 from bagua import BaguaError, BaguaMismatchError, BaguaTimeoutError
 from bagua._outer.mailbox import box, claims
-from bagua._outer.mailbox.rounds import MailboxRanks
 from bagua.torch_api.algorithms import DiLoCoAlgorithm, Mailbox, OuterSGD
 from oracle.mailbox import Islands
 from ranks.test_diloco import own_step
-from support import training
+from support import sharded, training
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 NAMES = "oslo", "paris", "rome"
 RULE = OuterSGD(0.7, 0.3)
@@ -567,13 +569,69 @@ def test_what_a_mailbox_cannot_do_is_refused(ranks, tmp_path):
     assert all(word in text for word, text in zip(words, texts, strict=True)), texts
 
 
+# Islands of several ranks.
+
+
 @training.with_group
-def several_ranks(folder):
-    with pytest.raises(ValueError, match="has 2 ranks in its process group") as refused:
-        island(folder, "oslo")
-    return str(refused.value)
+def of_two_ranks(folder, weight):
+    """Anchors of two islands of two ranks, and their weights inside before the last round."""
+    rank = dist.get_rank()
+    members = [[0, 1], [2, 3]][rank // 2]
+    inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    group = bagua.communication.new_group(members)
+    model = DistributedDataParallel(training.network(rank // 2), process_group=inside)
+    own = {"quorum": 2, "grace": None, "keep": 2}
+    arguments = {"codec": "int4_block", "weight": weight}
+    island(folder, NAMES[rank // 2], group=group, mailbox=own, model=model, **arguments)
+    optimizer = model.bagua_optimizers[0]
+    train(model, optimizer, range(9), rank, 1 + rank if weight == "samples" else 0)
+    bits = training.gather((anchor_bits(model), training.bits(model.parameters())))
+    model.bagua_algorithm.sync()
+    outer = model.bagua_stats()["outer"]
+    dist.barrier()  # or a mailbox could lose an island in the last round
+    return bits, outer["rounds"], outer["sent_bytes"] > 0, model.bagua_ddp.process_group.size
 
 
-def test_an_island_of_several_ranks_is_refused(ranks, tmp_path):
-    assert "connect_islands()" in ranks(2, several_ranks, str(tmp_path))[0]
-    assert MailboxRanks.counted
+def test_islands_of_two_ranks_hold_equal_anchors_and_each_mails_once(ranks, tmp_path):
+    for weight in ("ranks", "samples"):
+        folder = tmp_path / weight
+        found = ranks(4, of_two_ranks, str(folder), weight)
+        for bits, rounds, _, size in found:
+            assert (rounds, size) == (5, 1)
+            assert len({anchor for anchor, _ in bits}) == 1
+            first, second, third, fourth = (own for _, own in bits)
+            assert first == second != third == fourth
+        assert [sends for *_, sends, _ in found] == [True, False] * 2
+        for number in (2, 3, 4):
+            mailed = list(folder.glob(f"round-{number:09d}/from-*"))
+            assert sorted(file.name.split("-")[1] for file in mailed) == ["oslo", "paris"]
+
+
+@sharded.with_torch_group
+def of_shards(folder):
+    model = fully_shard(training.network(), mesh=init_device_mesh("cpu", (2,)))
+    return training.error_of(lambda: island(folder, "oslo", model=model))
+
+
+def test_an_island_of_shards_is_refused_with_the_way_to_train_it(ranks, tmp_path):
+    for text in ranks(2, of_shards, str(tmp_path)):
+        assert "parameter '0.weight' is a DTensor" in text
+        assert "or give it Elastic() with process_group=connect_islands(...)" in text
+
+
+@training.with_group
+def apart_inside(folder):
+    """Errors of an island whose ranks nothing averages, and of one whose first rank fails."""
+    errors = [training.error_of(lambda: island("no-such-protocol://there", "oslo"))]
+    model, optimizer = island(folder, "oslo")
+    errors.append(training.error_of(lambda: train(model, optimizer, range(2), dist.get_rank())))
+    return errors
+
+
+def test_ranks_of_an_island_fail_together_and_must_hold_equal_weights(ranks, tmp_path):
+    (first, apart), (second, other) = ranks(2, apart_inside, str(tmp_path))
+    assert "needs fsspec" in first or "fsspec does not reach it" in first
+    assert "the first rank of island 'oslo', which has the mailbox, has failed" in second
+    for text in (apart, other):
+        assert "the 2 ranks of island 'oslo' hold different weights" in text
+        assert "wrap DistributedDataParallel(model) with bagua" in text

@@ -79,7 +79,7 @@ class Session:
     ) -> None:
         self._module = weakref.ref(module)
         self.bagua_optimizers = list(optimizers)
-        self.process_group = process_group
+        self.process_group = process_group = algorithm.within(process_group)
         self.bagua_module_name = bagua_module_name or type(module).__name__
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph

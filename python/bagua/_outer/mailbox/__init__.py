@@ -14,7 +14,8 @@ _LEAST_SECRET = 16  # bytes
 class Mailbox(Elastic):
     """Rounds between islands that meet in a folder or an object store.
 
-    An island is a process that trains, started by itself: it needs neither addresses of others nor
+    An island is a process that trains, started by itself, or the ranks of a ``torchrun`` whose
+    weights torch's DistributedDataParallel keeps equal. It needs neither addresses of others nor
     their number, and only connections that it opens. All islands use one URL. They apply the
     contributions that count in one order, so that their anchors have equal bits. An island may come
     at any time, leave, and come back with the same name; if all are gone, the next one that starts
@@ -35,8 +36,8 @@ class Mailbox(Elastic):
             anchors lie in the mailbox.
 
     Raises:
-        ValueError: an argument is out of its range. From ``with_bagua``: a group of several ranks,
-            a warm-up, or a storage that cannot create files exclusively.
+        ValueError: an argument is out of its range. From ``with_bagua``: parameters that are
+            DTensors, a warm-up, or a storage that cannot create files exclusively.
 
     Example::
 

@@ -156,8 +156,8 @@ class Box:
                 found = Manifest.of(path, letter.fields)
                 if (found.run, found.round) != (self.run, number):
                     raise Damaged(path, "it is of another run or round")
-                if found.part >= len(self._bodies):
-                    raise Damaged(path, f"there is no fragment {found.part}")
+                if found.part != number % len(self._bodies):
+                    raise Damaged(path, f"it is of fragment {found.part}")
             except Damaged as error:
                 if not self._refuse(path, error):
                     return -1

@@ -37,11 +37,12 @@ class Overtaken(_C.BaguaError):
 class Result(NamedTuple):
     """The mean of a round, by bucket of its fragment, on the CPU.
 
-    ``broken``: islands whose contributions are not finite, looked for where the mean is not.
+    ``finite``: whether all of it is. ``broken``: islands whose contributions are not, looked for
+    where the mean is not.
     """
 
-    part: int
     means: list[torch.Tensor]
+    finite: bool
     broken: list[str]
     counted: bool = False
 
@@ -73,6 +74,7 @@ class Post:
         self, loop: OuterLoop, own: Contribution, letter: bytearray, patience: Patience
     ) -> Result:
         """Mail a contribution, wait for the manifest, and return the means."""
+        self.claim.check()
         mine = patience.repeat("mailing a contribution", lambda: self.box.contribute(own, letter))
         if self._decided == own.round - 1 >= 0:
             self._mail_anchor(loop, patience)
@@ -215,7 +217,7 @@ class Post:
                     if not _C.all_finite(mean_of(bucket, [body], [1.0])):
                         broken.add(each.island)
             begin = end
-        return Result(manifest.part, means, sorted(broken))
+        return Result(means, all(map(_C.all_finite, means)), sorted(broken))
 
     def _body(
         self,

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,14 +31,15 @@ from bagua._core.group.process_group import BaguaProcessGroup, close_at_exit
 from bagua._core.state.ledger import Page
 from bagua._ops import operations
 from bagua._ops.operations import Operation
-from bagua._outer.loop import OuterLoop, PendingRound
+from bagua._outer.loop import OuterLoop, PendingRound, digest_of
 from bagua._outer.mailbox import Mailbox, letters
 from bagua._outer.mailbox.bodies import body_bytes, buckets_of, encode
 from bagua._outer.mailbox.box import Box
 from bagua._outer.mailbox.claims import Claim, Lives
+from bagua._outer.mailbox.island import Inside
 from bagua._outer.mailbox.letters import Contribution
 from bagua._outer.mailbox.patience import Job, Patience
-from bagua._outer.mailbox.post import Overtaken, Post, Result, digest_before
+from bagua._outer.mailbox.post import Anchor, Overtaken, Post, Result, digest_before
 from bagua._outer.mailbox.store import place_at
 from bagua._outer.strategies import FixedRanks, RankWeights
 from bagua._sync.engine import describe
@@ -62,11 +63,10 @@ class MailboxRanks(FixedRanks):
     def __init__(
         self, group: BaguaProcessGroup, mailbox: Mailbox, warmup_steps: int, plan: str
     ) -> None:
-        if group.size > 1 or group.island is not None:
+        if group.size > 1:
             raise ValueError(
-                f"Mailbox: island '{mailbox.island}' has {group.size} ranks in its process group, "
-                "and is one process yet. Start each island by itself, or connect islands of "
-                "several ranks with connect_islands()."
+                "Mailbox: process_group= connects islands. Give it the ranks of this island, or "
+                "leave it out: an island's ranks are all that its launcher has started."
             )
         if warmup_steps > 0:
             raise ValueError(
@@ -74,9 +74,12 @@ class MailboxRanks(FixedRanks):
                 "islands cannot. Leave it out: islands begin with the weights of the first one."
             )
         self._mailbox, self._plan = mailbox, plan
-        self._timeout = group.timeout.total_seconds()
+        self._inside = Inside(group, mailbox.island)
+        # The other ranks of an island are to hear of a time-out before their own.
+        self._timeout = group.timeout.total_seconds() * (1.0 if self._inside.size == 1 else 0.9)
         self._stop = threading.Event()
-        self._post: Post | None = None  # once the run was entered
+        self._entered = False
+        self._post: Post | None = None  # of an island's first rank that has entered
         self._loop: Callable[[], OuterLoop | None] = lambda: None
         self._job: Job[Result] | None = None  # of the round under way
         self._launches = 0
@@ -106,8 +109,10 @@ class MailboxRanks(FixedRanks):
 
     def begin(self, loop: OuterLoop) -> None:
         self._loop = weakref.ref(loop)
-        if self._post is None:
-            self._post = self._enter(loop)
+        if not self._entered:
+            enters = f"{self._who(loop)}, entering"
+            self._post = self._inside.led(lambda: self._enter(loop), enters)
+            self._entered = True
         self._reached = -1
         self._catch_up(loop)
 
@@ -164,7 +169,7 @@ class MailboxRanks(FixedRanks):
         missing = {fragment.part for fragment in fragments}
         if type(loop.state.rank_weights) is RankWeights:  # the others may wait for this island
             missing = {fragment.part for fragment in every}
-        self._known_post().ending = True
+        self._end(True)
         try:
             for _ in range(_MOST_TRIES * len(every)):
                 if not missing:
@@ -175,7 +180,11 @@ class MailboxRanks(FixedRanks):
                 if self.counted:
                     missing.discard(fragment.part)
         finally:
-            self._known_post().ending = False
+            self._end(False)
+
+    def _end(self, ending: bool) -> None:
+        if self._post is not None:
+            self._post.ending = ending
 
     def attempt(self, rounds: Callable[[], None], *, due: bool) -> None:
         try:
@@ -191,94 +200,120 @@ class MailboxRanks(FixedRanks):
     def confirm(self, engine: _C.Engine) -> None:
         """Mail the pseudo-gradients of the fragment that is due."""
         engine.wait()  # for a group of one rank: they lie in the buckets
-        loop, post = self._known_loop(), self._known_post()
-        box = post.box
-        post.claim.check()
+        loop, post = self._known_loop(), self._post
         number = loop.state.communications
         part = number % len(loop.state.fragments)
-        own = Contribution(
-            run=box.run,
-            island=self._mailbox.island,
-            round=number,
-            part=part,
-            anchor=digest_before(loop, part),
-            weight=loop.state.rank_weights.weight(part),
-        )
-        letter = box.new_contribution(own)
-        body, begin = letters.body_of(letter), 0
-        for bucket in buckets_of(loop, part):
+        weight = self._weight(loop, part)
+        buckets = buckets_of(loop, part)
+        own, letter = None, bytearray(sum(map(body_bytes, buckets)))
+        body = memoryview(letter)
+        if post is not None:
+            run, anchor = post.box.run, digest_before(loop, part)
+            own = Contribution(run, self._mailbox.island, number, part, anchor, weight)
+            letter = post.box.new_contribution(own)
+            body = letters.body_of(letter)
+        begin = 0
+        for bucket in buckets:
             end = begin + body_bytes(bucket)
             encode(bucket, body[begin:end])
             begin = end
         self._launches += 1
-        patience = Patience(box.place, self._timeout, self._stop)
-        self._job = Job(partial(post.exchange, loop, own, letter), patience)
+        if post is not None and own is not None:
+            patience = Patience(post.box.place, self._timeout, self._stop)
+            self._job = Job(partial(post.exchange, loop, own, letter), patience)
+
+    def _weight(self, loop: OuterLoop, part: int) -> float:
+        """Of this island in a round; BaguaMismatchError: its ranks hold different weights."""
+        what = f"{self._who(loop)}, launching outer round {loop.state.communications + 1}"
+        if self._inside.size > 1:
+            self._inside.check_equal(what, digest_of(loop.weights()))
+        own = loop.state.rank_weights.weight(part)
+        by_samples = type(loop.state.rank_weights) is not RankWeights
+        return self._inside.total(what, own) if by_samples else own
 
     def receive(self, engine: _C.Engine) -> None:
         """Wait for the mean of the round under way, and put it into the buckets."""
         loop = self._known_loop()
-        job, self._job = self._job, None
-        if job is None:  # it was received, and what came after has failed
-            raise _C.BaguaError(f"{self._who(loop)}: the round under way has failed before")
         number = loop.state.communications
-        result = job.result(f"{self._who(loop)}, in outer round {number + 1},")
-        finite = self._give(loop, result)
-        for bucket in buckets_of(loop, result.part):
+        what = f"{self._who(loop)}, in outer round {number + 1}"
+        result = self._inside.led(lambda: self._received(what), what)
+        finite, self.counted = self._give(loop, result, what)
+        for bucket in buckets_of(loop, number % len(loop.state.fragments)):
             if (page := bucket.ops[0].page) is not None:
                 page.memory.leave(self._launches, finite)
-        self.counted, self._reached = result.counted, number + 1
+        self._reached = number + 1
+
+    def _received(self, what: str) -> Result:
+        job, self._job = self._job, None
+        if job is None:  # it was received, and what came after has failed
+            raise _C.BaguaError(f"{what}: the round under way has failed before")
+        return job.result(f"{what},")
 
     def _catch_up(self, loop: OuterLoop) -> None:
         """Make the steps of rounds that were decided without this island."""
-        post = self._known_post()
+        what = f"{self._who(loop)}, looking for rounds"
         while True:
-            knows = loop.state.communications == self._reached
-            search = partial(post.missed, loop, knows)
-            found = self._run(loop, post.box, "looking for rounds", search)
-            if found is None:
-                break
-            if isinstance(found, Result):
-                self._give(loop, found)
+            number = loop.state.communications
+            knows = number == self._reached
+            found = self._inside.led(partial(self._look, loop, knows), what)
+            step, anchor = isinstance(found, Result), type(found) is tuple
+            steps, adopts = self._inside.told(what, int(step), int(anchor))
+            if steps:
+                self._give(loop, found if isinstance(found, Result) else None, what)
                 self.counted = False
-                loop.state.pending = PendingRound(loop.state.fragments[found.part], 0, True)
+                fragment = loop.state.fragments[number % len(loop.state.fragments)]
+                loop.state.pending = PendingRound(fragment, 0, True)
                 loop.use(late=False)
-            else:
-                self._adopt(loop, *found)
+            elif adopts:
+                self._adopt(loop, None if isinstance(found, Result) else found, what)
             self._reached = loop.state.communications
-        self._reached = loop.state.communications
+            if not steps and not adopts:
+                return
 
-    def _adopt(
-        self, loop: OuterLoop, counters: Mapping[str, int], fragments: Sequence[Fragment]
-    ) -> None:
+    def _look(self, loop: OuterLoop, knows: bool) -> Result | Anchor | None:
+        post = self._known_post()
+        search = partial(post.missed, loop, knows)
+        return self._run(loop, post.box, "looking for rounds", search)
+
+    def _adopt(self, loop: OuterLoop, found: Anchor | None, what: str) -> None:
         """Go on with anchors of the mailbox; the weights move with them."""
         weights = loop.weights()
+        counters, fragments = found or ({}, [each.copy() for each in loop.state.fragments])
+        self._inside.broadcast_fragments(fragments, what)
+        reached = (counters.get(key, 0) for key in ("rounds", "outer_rounds"))
+        rounds, outer_rounds = self._inside.told(what, *reached)
         for own, taken in zip(loop.state.fragments, fragments, strict=True):
             before = own.anchors
             own.become(taken)
             own.follow(weights, before)
         own_counters = loop.state.counters | {
-            "communications": counters["rounds"],
-            "outer_rounds": counters["outer_rounds"],
+            "communications": rounds,
+            "outer_rounds": outer_rounds,
         }
         loop.state.go_on_at(own_counters)
 
-    def _give(self, loop: OuterLoop, result: Result) -> bool:
-        """Put the mean of a round into the buckets; whether all of it is finite."""
-        for bucket, mean in zip(buckets_of(loop, result.part), result.means, strict=True):
-            bucket.backend_tensor.copy_(mean)
-        self.broken = f"island(s) {', '.join(result.broken)}" if result.broken else ""
-        return all(_C.all_finite(mean) for mean in result.means)
+    def _give(self, loop: OuterLoop, result: Result | None, what: str) -> tuple[bool, bool]:
+        """Put the mean of a round into the buckets; whether it is finite, and this island in it."""
+        buckets = buckets_of(loop, loop.state.communications % len(loop.state.fragments))
+        names, own = "that its first rank names", (0, 0, 0)
+        if result is not None:
+            for bucket, mean in zip(buckets, result.means, strict=True):
+                bucket.backend_tensor.copy_(mean)
+            names = ", ".join(result.broken)
+            own = int(result.finite), int(result.counted), len(result.broken)
+        self._inside.broadcast([bucket.backend_tensor for bucket in buckets], what)
+        finite, counted, broken = self._inside.told(what, *own)
+        self.broken = f"island(s) {names}" if broken else ""
+        return bool(finite), bool(counted)
 
     # Control.
 
     def stats(self) -> dict[str, Any]:
-        if self._post is None:
-            return {}
-        place = self._post.box.place
+        post = self._post
         return {
-            "late_rounds": self._post.late_rounds,
-            "sent_bytes": place.sent,
-            "received_bytes": place.received,
+            "late_rounds": 0 if post is None else post.late_rounds,
+            "sent_bytes": 0 if post is None else post.box.place.sent,
+            "received_bytes": 0 if post is None else post.box.place.received,
         }
 
     def close(self) -> None:

@@ -52,6 +52,10 @@ class Algorithm:
         """The implementation on ``process_group``."""
         raise NotImplementedError(f"{type(self).__name__} does not implement reify")
 
+    def within(self, process_group: BaguaProcessGroup) -> BaguaProcessGroup:
+        """The group that this rank communicates in, where it is another one than was given."""
+        return process_group
+
     def describe(self) -> str:
         """The class and its plain arguments: equal on all ranks."""
         kinds = (bool, int, float, str, tuple, type(None))

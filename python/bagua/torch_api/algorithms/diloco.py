@@ -169,6 +169,13 @@ class DiLoCoAlgorithm(Algorithm):
         """Arguments that must be equal where ranks do not compare all of them."""
         return f"codec={self.codec} weight={self.weight} {self._optimizer_described}"
 
+    def within(self, process_group: BaguaProcessGroup) -> BaguaProcessGroup:
+        if self.elastic is None or not self.elastic.mails:
+            return process_group
+        from bagua._outer.mailbox.island import alone_in
+
+        return alone_in(process_group)
+
     def reify(self, process_group: BaguaProcessGroup) -> DiLoCoAlgorithmImpl:
         return DiLoCoAlgorithmImpl(process_group, self)
 
@@ -254,8 +261,10 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
             )
         self._ranks.claim()
         self._session = weakref.ref(bagua_ddp)
-        if self.arguments.elastic and self.process_group.island is None:
-            refuse_shards(bagua_ddp, "elastic", "with process_group=connect_islands(...)")
+        elastic = self.arguments.elastic
+        if elastic and (elastic.mails or self.process_group.island is None):
+            unless = "with process_group=connect_islands(...)"
+            refuse_shards(bagua_ddp, "elastic", f"{'Elastic() ' * elastic.mails}{unless}")
         self._loop = None
         if not self.warmed_up:
             self.ledger.restore(self.ledger.counters, [])
