@@ -1,6 +1,8 @@
 """Islands that meet in a mailbox. Where one process has several they take turns."""
 
+import contextlib
 import gc
+import io
 import os
 import shutil
 import threading
@@ -12,7 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua import BaguaError, BaguaMismatchError, BaguaTimeoutError
+from bagua.__main__ import main
 from bagua._outer.mailbox import box, claims
+from bagua._outer.mailbox.letters import Contribution
 from bagua.torch_api.algorithms import DiLoCoAlgorithm, Mailbox, OuterSGD
 from oracle.mailbox import Islands
 from ranks.test_diloco import own_step
@@ -567,6 +571,46 @@ def test_what_a_mailbox_cannot_do_is_refused(ranks, tmp_path):
     (texts,) = ranks(1, refusals, str(tmp_path))
     words = ["island='a/b'", "quorum=0", "keep=0", "16 bytes", "warmup_steps=2", "hierarchical"]
     assert all(word in text for word, text in zip(words, texts, strict=True)), texts
+
+
+# The command.
+
+
+@training.with_group
+def shown(folder):
+    """What `bagua mailbox` prints of three islands: one at work, one late, one that has left."""
+    hasty()
+    oslo, paris, rome = (island(folder, name) for name in NAMES)
+    train(*rome, range(2))
+    rome[0].bagua_algorithm.close()
+    train(*oslo, range(4))
+    late = paris[0].bagua_algorithm._ranks._post
+    own = Contribution(late.box.run, "paris", 1, 0, "0" * 16, 1.0)
+    late.box.contribute(own, late.box.new_contribution(own))
+    killed(paris[0])
+    return [run_command(["mailbox", folder, "--once"])]
+
+
+def run_command(arguments):
+    """(exit code, what it writes) of `bagua`."""
+    written = io.StringIO()
+    with contextlib.redirect_stdout(written), contextlib.redirect_stderr(written):
+        code = main(arguments)
+    return code, written.getvalue()
+
+
+def test_the_command_shows_rounds_and_who_was_late_and_writes_nothing(ranks, tmp_path):
+    (((code, text),),) = ranks(1, shown, str(tmp_path))
+    assert code == 0
+    lines = [line.split() for line in text.splitlines()]
+    assert f"bagua mailbox: {tmp_path}, 3 round(s), anchors after 0" in text, text
+    assert ["oslo", "trains", "2/3", "0", "0.001"] in lines, text
+    assert ["paris", "silent", "0/3", "1"] in lines, text
+    assert ["rome", "left", "1/3", "0", "0.001"] in lines, text
+    assert ["2", "oslo;", "late:", "paris"] in lines, text
+    before = sorted(map(str, tmp_path.rglob("*")))
+    run_command(["mailbox", str(tmp_path), "--once"])
+    assert sorted(map(str, tmp_path.rglob("*"))) == before
 
 
 # Islands of several ranks.

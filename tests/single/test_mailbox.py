@@ -8,11 +8,13 @@ import threading
 
 import pytest
 import torch
+from bagua.__main__ import main
 from bagua._core.group.grace import Grace
 from bagua._core.state.step_folder import Damaged
 from bagua._outer.mailbox import letters
 from bagua._outer.mailbox.letters import Contribution, Counted, Manifest
 from bagua._outer.mailbox.store import Folder, Remote, place_at
+from bagua.torch_api.algorithms import DiLoCoAlgorithm, Mailbox
 
 SECRET = b"known to all islands"
 
@@ -242,6 +244,51 @@ def test_a_storage_that_is_not_installed_is_named():
     with pytest.raises(ImportError) as refused:
         place_at("no-such-protocol://user:password@bucket/run", "oslo")
     assert "password" not in str(refused.value)
+
+
+# Credentials.
+
+
+def test_credentials_are_in_no_text_of_a_mailbox(monkeypatch, tmp_path, capsys):
+    url = "no-such-protocol://user:pass-word@host/run?sig=token&x=other"
+    monkeypatch.setenv("BAGUA_MAILBOX_SECRET", "of the environment")
+    file = tmp_path / "secret"
+    file.write_text("of a file, 16 letters\n")
+    mailbox = Mailbox(url, island="oslo")
+    assert mailbox.secret == b"of the environment"
+    assert (
+        Mailbox(url, island="oslo", secret="an argument is first").secret == b"an argument is first"
+    )
+    texts = [repr(mailbox), str(DiLoCoAlgorithm(elastic=mailbox).describe())]
+    with pytest.raises(ImportError) as refused:
+        place_at(url, "oslo")
+    assert main(["mailbox", url, "--secret-file", str(file)]) == 1
+    error = OSError("PUT https://user:pass-word@host/run?sig=token: 403")
+    remote = Remote("memory://a-place")
+    remote._given = url
+    texts += [str(refused.value), capsys.readouterr().err, remote.told(error)]
+    for text in texts:
+        for part in ("pass-word", "token", "of the environment", "of a file"):
+            assert part not in text
+    assert "'no-such-protocol://host/run', island='oslo'" in texts[0]
+
+
+def test_a_short_secret_is_refused_wherever_it_comes_from(monkeypatch, tmp_path, capsys):
+    (tmp_path / "secret").write_text("short\n")
+    assert main(["mailbox", str(tmp_path), "--secret-file", str(tmp_path / "secret")]) == 1
+    assert "16 bytes or more" in capsys.readouterr().err
+    monkeypatch.setenv("BAGUA_MAILBOX_SECRET", "short")
+    with pytest.raises(ValueError, match="16 bytes or more"):
+        Mailbox("somewhere", island="oslo")
+
+
+def test_the_command_says_what_it_cannot_read(tmp_path, capsys):
+    assert main(["mailbox", str(tmp_path / "none"), "--once"]) == 1
+    assert "no island has begun a run there" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+    Folder(tmp_path, "oslo").create("run", letter(letters.RUN, {"run": "0" * 16}))
+    assert main(["mailbox", str(tmp_path), "--once"]) == 1
+    assert "give secret=" in capsys.readouterr().err
 
 
 # Grace.

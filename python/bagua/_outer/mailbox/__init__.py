@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass
 
 from bagua._outer.mailbox import letters
+from bagua._outer.mailbox.store import public
 from bagua._outer.strategies import Elastic
 
 _LEAST_SECRET = 16  # bytes
 
 
-@dataclass(frozen=True, init=False)
+def secret_of(given: str | bytes | None) -> bytes | None:
+    """The secret of a mailbox: as given, or of BAGUA_MAILBOX_SECRET. ValueError: it is short."""
+    secret = os.environ.get("BAGUA_MAILBOX_SECRET") or None if given is None else given
+    secret = secret.encode() if isinstance(secret, str) else secret
+    if secret is not None and len(secret) < _LEAST_SECRET:
+        raise ValueError(f"Mailbox: secret must have {_LEAST_SECRET} bytes or more")
+    return secret
+
+
+@dataclass(frozen=True, init=False, repr=False)
 class Mailbox(Elastic):
     """Rounds between islands that meet in a folder or an object store.
 
@@ -30,8 +41,8 @@ class Mailbox(Elastic):
         grace: seconds that a round waits for late islands at most. Once the quorum has come it
             waits twice as long as that took, at least a second. A late island's steps count in its
             next round. None: it waits for all that live.
-        secret: of all islands, 16 bytes or more: files without it are refused. None: files are
-            checked for damage only.
+        secret: of all islands, 16 bytes or more: files without it are refused. None: that of the
+            environment, ``BAGUA_MAILBOX_SECRET``; without one files are checked for damage only.
         keep: rounds between two anchors that are mailed. At most 2 ``keep`` + 1 rounds and three
             anchors lie in the mailbox.
 
@@ -47,7 +58,7 @@ class Mailbox(Elastic):
 
     url: str = ""
     island: str = ""
-    secret: bytes | None = field(default=None, repr=False)
+    secret: bytes | None = None
     keep: int = 16
     mails = True
 
@@ -70,9 +81,11 @@ class Mailbox(Elastic):
             raise ValueError(f"Mailbox: quorum={quorum} must be at most {letters.MOST_ISLANDS}")
         if not 1 <= keep <= 10_000:
             raise ValueError(f"Mailbox: keep={keep} must be between 1 and 10000 rounds")
-        secret = secret.encode() if isinstance(secret, str) else secret
-        if secret is not None and len(secret) < _LEAST_SECRET:
-            raise ValueError(f"Mailbox: secret must have {_LEAST_SECRET} bytes or more")
-        own = {"url": str(url), "island": island, "secret": secret, "keep": keep}
+        own = {"url": str(url), "island": island, "secret": secret_of(secret), "keep": keep}
         for name, value in own.items():
             object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        """Without the secret, and without those in the URL."""
+        numbers = f"quorum={self.quorum}, grace={self.grace}, keep={self.keep}"
+        return f"Mailbox('{public(self.url)}', island='{self.island}', {numbers})"

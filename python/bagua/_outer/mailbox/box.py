@@ -64,7 +64,7 @@ class Box:
 
     Args:
         secret: of the seals; None: they are digests.
-        bodies: bytes of a contribution, by fragment.
+        bodies: bytes of a contribution, by fragment; none: only manifests and names are read.
     """
 
     def __init__(self, place: Place, secret: bytes | None, bodies: Sequence[int]) -> None:
@@ -77,15 +77,13 @@ class Box:
     def open_run(self, plan: Sequence[str]) -> None:
         """Begin the run, or find out its name; BaguaMismatchError: it has another plan."""
         text = "\n".join(plan).encode()
-        letter = self._read("run", letters.RUN, _MOST_PLAN)
+        letter = self._run_letter()
         if letter is None:
             run = secrets.token_hex(8)
             if self._write("run", letters.RUN, {"run": run}, text):
                 self.run = run
                 return
             raise FileExistsError("run: another island has just begun it")
-        if set(letter.fields) != {"run"} or not letters.is_hex(letter.fields["run"]):
-            raise Damaged("run", "its fields are others")
         if letter.body != text:
             theirs = bytes(letter.body).decode(errors="replace").splitlines()
             own = text.decode().splitlines()
@@ -100,7 +98,27 @@ class Box:
             )
         self.run = letter.fields["run"]
 
+    def known_run(self) -> str:
+        """The name of the run that others have begun; BaguaError: there is none."""
+        letter = self._run_letter()
+        if letter is None:
+            raise _C.BaguaError(f"{self.place.url}: no island has begun a run there")
+        return str(letter.fields["run"])
+
+    def _run_letter(self) -> Letter | None:
+        letter = self._read("run", letters.RUN, _MOST_PLAN)
+        if letter is not None and not (
+            set(letter.fields) == {"run"} and letters.is_hex(letter.fields["run"])
+        ):
+            raise Damaged("run", "its fields are others")
+        return letter
+
     # Rounds.
+
+    def rounds(self) -> list[int]:
+        """Numbers of the rounds that have files, the oldest first."""
+        found = (_ROUND.fullmatch(name) for name in self.place.names(""))
+        return sorted(int(match[1]) for match in found if match)
 
     def contribute(self, own: Contribution, body: bytearray) -> Received:
         """Write a contribution. ``body``: as :func:`letters.written` has made it, filled."""
@@ -156,7 +174,7 @@ class Box:
                 found = Manifest.of(path, letter.fields)
                 if (found.run, found.round) != (self.run, number):
                     raise Damaged(path, "it is of another run or round")
-                if found.part != number % len(self._bodies):
+                if self._bodies and found.part != number % len(self._bodies):
                     raise Damaged(path, f"it is of fragment {found.part}")
             except Damaged as error:
                 if not self._refuse(path, error):
@@ -234,10 +252,9 @@ class Box:
         if len(anchors) < 2:
             return
         self.place.remove("", [_anchor(number) for number in anchors[:-2]])
-        for name in self.place.names(""):
-            match = _ROUND.fullmatch(name)
-            if match and int(match[1]) < anchors[-2]:
-                self.place.remove(name, self.place.names(name))
+        for number in self.rounds():
+            if number < anchors[-2]:
+                self.place.remove(_folder(number), self.place.names(_folder(number)))
         self._damaged.clear()
         self._told.clear()
 

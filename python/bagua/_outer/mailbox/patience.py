@@ -74,10 +74,10 @@ class Patience:
                 if self.over:
                     raise _C.BaguaError(
                         f"mailbox {self._place.url}: {what} failed for {self._seconds:g} s "
-                        f"({type(error).__name__}: {error}). See that it exists, has room and may "
+                        f"({self._place.told(error)}). See that it exists, has room and may "
                         "be written, then start this island again: it goes on from there."
-                    ) from error
-                self.doing = f"{what} ({error})"
+                    ) from None  # a client's error may quote credentials
+                self.doing = f"{what} ({self._place.told(error)})"
             self.pause()
 
 

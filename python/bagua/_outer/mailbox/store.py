@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import stat
 from collections.abc import Callable
@@ -38,10 +39,15 @@ class Folder:
 
     pause = 0.02, 0.5
 
-    def __init__(self, path: Path, owner: str) -> None:
+    def __init__(self, path: Path, owner: str, writes: bool = True) -> None:
         self._path, self._owner = path.absolute(), owner
         self.url, self.sent, self.received = str(self._path), 0, 0
-        (self._path / _TEMPORARY).mkdir(parents=True, exist_ok=True)
+        if writes:
+            (self._path / _TEMPORARY).mkdir(parents=True, exist_ok=True)
+
+    def told(self, error: OSError) -> str:
+        """An error in words, without credentials."""
+        return f"{type(error).__name__}: {error}"
 
     def clear(self) -> None:
         """Remove what killed processes of this owner have left."""
@@ -129,6 +135,13 @@ class Folder:
                 return []
             raise
 
+    def size(self, name: str) -> int:
+        """Bytes of a file; 0: there is none."""
+        try:
+            return os.stat(self._path / name, follow_symlinks=False).st_size
+        except FileNotFoundError:
+            return 0
+
     def remove(self, folder: str, names: list[str]) -> None:
         """Remove files of a folder, and the folder where it is empty. They may be gone."""
         for name in names:
@@ -143,19 +156,25 @@ class Remote:
 
     pause = 0.2, 3.0
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, writes: bool = True) -> None:
         try:
             from fsspec.core import url_to_fs
         except ImportError as error:
-            raise ImportError(f"Mailbox('{_public(url)}') needs fsspec: {_INSTALL}") from error
+            raise ImportError(f"Mailbox('{public(url)}') needs fsspec: {_INSTALL}") from error
         try:
             self._files, self._path = url_to_fs(url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
+            why = without_credentials(str(error), url)
             raise ImportError(
-                f"Mailbox('{_public(url)}'): fsspec does not reach it ({error}). {_INSTALL}"
+                f"Mailbox('{public(url)}'): fsspec does not reach it ({why}). {_INSTALL}"
             ) from error
-        self.url, self.sent, self.received = _public(url), 0, 0
-        self._probe()
+        self._given = url
+        self.url, self.sent, self.received = public(url), 0, 0
+        if writes:
+            self._probe()
+
+    def told(self, error: OSError) -> str:
+        return without_credentials(f"{type(error).__name__}: {error}", self._given)
 
     def clear(self) -> None:
         """Nothing is left: a file is there as a whole or not at all."""
@@ -221,6 +240,12 @@ class Remote:
             return []
         return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
 
+    def size(self, name: str) -> int:
+        try:
+            return int(self._call("size", self._at(name)) or 0)
+        except FileNotFoundError:
+            return 0
+
     def remove(self, folder: str, names: list[str]) -> None:
         for name in names:
             with suppress(FileNotFoundError):
@@ -239,23 +264,33 @@ class Remote:
 Place: TypeAlias = Folder | Remote
 
 
-def place_at(url: str, owner: str) -> Place:
-    """The place at a URL. ``owner``: of temporary files. Makes the folder.
+def place_at(url: str, owner: str, *, writes: bool = True) -> Place:
+    """The place at a URL. ``owner``: of temporary files. Makes the folder, where it ``writes``.
 
     ValueError: it cannot create a file exclusively. ImportError: fsspec, or its implementation for
     this protocol, is not installed. OSError: it cannot be reached or written.
     """
     protocol, separator, path = url.partition("://")
     if not separator:
-        return Folder(Path(url), owner)
-    return Folder(Path(path), owner) if protocol == "file" else Remote(url)
+        return Folder(Path(url), owner, writes)
+    return Folder(Path(path), owner, writes) if protocol == "file" else Remote(url, writes)
 
 
 _INSTALL = "pip install '.[mailbox]' in bagua's folder, and the storage's package, such as s3fs"
 
 
-def _public(url: str) -> str:
-    """A URL without user and password."""
-    protocol, separator, rest = url.partition("://")
-    server, slash, path = rest.partition("/")
-    return f"{protocol}{separator}{server.rpartition('@')[2]}{slash}{path.partition('?')[0]}"
+def public(url: str) -> str:
+    """A URL without users, passwords and tokens."""
+    return re.sub(r"(?<=://)[^/]*@", "", url).partition("?")[0] if "://" in url else url
+
+
+def without_credentials(text: str, url: str) -> str:
+    """A text in which those of a URL are blanked, as errors of clients may quote it."""
+    if "://" not in url:
+        return text
+    found = re.findall(r"://([^/]*)@", url)
+    secret = [part for users in found for part in (users, users.partition(":")[2])]
+    secret += [value for pair in url.partition("?")[2].split("&") for value in pair.split("=")[1:]]
+    for part in sorted(filter(None, secret), key=len, reverse=True):
+        text = text.replace(part, "...")
+    return text
