@@ -85,7 +85,7 @@ def train(algorithm, epochs, seed, show_progress=False):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     else:
         optimizer, chosen = choose(algorithm, model.parameters())
-        model = model.with_bagua([optimizer], chosen)
+        model = bagua.wrap(model, [optimizer], chosen)
 
     shuffle = torch.Generator().manual_seed(1000 * seed + rank)
     steps_per_epoch = len(labels) // BATCH

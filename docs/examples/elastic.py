@@ -32,7 +32,7 @@ def train(rounds, interval):
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     # A rank that comes back waits here for the others' next round.
-    model = model.with_bagua([optimizer], DiLoCoAlgorithm(interval=interval, elastic=True))
+    model = bagua.wrap(model, [optimizer], DiLoCoAlgorithm(interval=interval, elastic=True))
     algorithm = model.bagua_algorithm
     step, made, members = 0, algorithm.outer_rounds, model.process_group.ranks
     print(f"begins after {made} outer rounds, ranks {members}", flush=True)

@@ -42,7 +42,7 @@ def train(store, island, islands, rounds, interval):
     # 2. Between islands. One that comes back waits here for the others' next round.
     group = bagua.communication.connect_islands(store, island, islands)
     algorithm = DiLoCoAlgorithm(interval=interval, elastic=Elastic(quorum=1))
-    model = model.with_bagua([optimizer], algorithm, process_group=group)
+    model = bagua.wrap(model, [optimizer], algorithm, process_group=group)
     outer = model.bagua_algorithm
     step, made, first = 0, outer.outer_rounds, bagua.get_rank() == 0
     if first:

@@ -12,7 +12,7 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(2, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
 model.to(device)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-model = model.with_bagua([optimizer], ByteGradAlgorithm())
+model = bagua.wrap(model, [optimizer], ByteGradAlgorithm())
 
 data = torch.Generator().manual_seed(rank)  # each rank has data of its own
 for step in range(200):

@@ -14,6 +14,7 @@ import argparse
 import json
 from pathlib import Path
 
+import bagua.torch_api as bagua
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -50,7 +51,7 @@ def train(islands, rounds, interval, folder):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)
     # 2. A rank meets those that hold its shard in other islands.
     algorithm = DiLoCoAlgorithm(interval=interval, codec="int4_block")
-    model = model.with_bagua([optimizer], algorithm, process_group=mesh["island"])
+    model = bagua.wrap(model, [optimizer], algorithm, process_group=mesh["island"])
 
     state = {"training": PerRank(model), "algorithm": model.bagua_algorithm}
     if folder is not None and folder.exists():

@@ -40,7 +40,7 @@ def main():
         secret=arguments.secret,
     )
     algorithm = DiLoCoAlgorithm(interval=20, codec="int4_block", elastic=mailbox)
-    model = model.with_bagua([optimizer], algorithm)
+    model = bagua.wrap(model, [optimizer], algorithm)
     generator = torch.Generator().manual_seed(sum(arguments.island.encode()))
     while model.bagua_algorithm.outer_rounds < arguments.rounds:
         inputs, targets = batch(generator)

@@ -14,6 +14,7 @@ import argparse
 import json
 from pathlib import Path
 
+import bagua.torch_api as bagua
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -42,7 +43,7 @@ def train(rounds, interval, folder):
     optimizer = torch.optim.AdamW(part.parameters(), lr=0.002)
     # 2. A stage meets the same stage of other islands.
     algorithm = DiLoCoAlgorithm(interval=interval, codec="int4_block")
-    part = part.with_bagua([optimizer], algorithm, process_group=mesh["island"])
+    part = bagua.wrap(part, [optimizer], algorithm, process_group=mesh["island"])
     algorithm = part.bagua_algorithm
 
     # Stages may give other parameters the same names: in a checkpoint each has keys of its own.

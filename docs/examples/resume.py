@@ -28,7 +28,7 @@ def train(folder, algorithm, steps, save_every):
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    model = model.with_bagua([optimizer], Algorithm.init(algorithm))
+    model = bagua.wrap(model, [optimizer], Algorithm.init(algorithm))
 
     state = {
         "model": model,

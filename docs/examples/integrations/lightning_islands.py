@@ -8,6 +8,7 @@ The images are scikit-learn's own (8x8 grey values, no download).
 import argparse
 import json
 
+import bagua.torch_api as bagua
 import lightning as L
 import torch
 from bagua.torch_api.algorithms import DiLoCoAlgorithm
@@ -42,7 +43,7 @@ class Digits(L.LightningModule):
     def on_fit_start(self):  # the optimizer exists now; a rank meets those that hold its shard
         algorithm = DiLoCoAlgorithm(interval=10, codec="int4_block")
         optimizers = [self.optimizers().optimizer]
-        self.net.with_bagua(optimizers, algorithm, process_group=self.mesh["island"])
+        bagua.wrap(self.net, optimizers, algorithm, process_group=self.mesh["island"])
 
     def training_step(self, batch, index):
         images, labels = batch
