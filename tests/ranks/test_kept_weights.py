@@ -1,5 +1,6 @@
 """Optimizers that step on a copy of the weights, which would undo every average."""
 
+import threading
 import time
 
 import torch
@@ -32,8 +33,11 @@ class Masters(torch.optim.Optimizer):
     def __init__(self, params):
         super().__init__(list(params), {"lr": 0.02})
 
-    @torch.no_grad()
     def step(self, closure=None):
+        self.update()
+
+    @torch.no_grad()
+    def update(self):
         for p in self.param_groups[0]["params"]:
             master = self.state[p].setdefault("master", p.detach().double().clone())
             master.add_(p.grad, alpha=-0.02)
@@ -69,6 +73,28 @@ class Behind(torch.optim.SGD):
         for p in self.param_groups[0]["params"]:
             master = self.state[p].setdefault("master", p.detach().double().clone())
             p.copy_(master.add_(p.grad, alpha=-0.02))
+
+
+class OfAThread(Masters):
+    """Steps where torch's dispatcher does not tell this thread of it, as a kernel does."""
+
+    def step(self, closure=None):
+        thread = threading.Thread(target=self.update)
+        thread.start()
+        thread.join()
+
+
+class LateMasters(Masters):
+    """Steps on the weights at first."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps > 5:
+            self.update()
+        else:
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad, alpha=0.02)
 
 
 class Lookahead(torch.optim.SGD):
@@ -123,6 +149,12 @@ def train(name, make):
     return None
 
 
+def warnings_of(name, make):
+    errors = []
+    texts = training.warnings_of(lambda: errors.append(train(name, make)))
+    return texts + [error for error in errors if error]
+
+
 @over(name=list(ALGORITHMS), make=[Masters, Offloaded, Behind])
 def test_an_optimizer_that_steps_on_a_copy_is_refused_after_a_round(ranks, name, make):
     errors = ranks(2, train, name, make)
@@ -131,6 +163,29 @@ def test_an_optimizer_that_steps_on_a_copy_is_refused_after_a_round(ranks, name,
     assert f"{make.__name__} steps" in error
     assert "the weights of 'weight' and 1 more" in error
     assert "compute in bfloat16 by torch.autocast" in error
+
+
+@over(name=["decentralized", "diloco"], make=[OfAThread, LateMasters])
+def test_rounds_that_are_undone_where_no_copy_is_seen_are_a_warning(ranks, name, make):
+    first, second = ranks(2, warnings_of, name, make)
+    warning = next(text for text in first + second if "seems to step on a copy" in text)
+    assert f"{make.__name__} seems" in warning
+    assert "were led back to those before by the step() after 5 rounds" in warning
+
+
+@training.with_group
+def wrapped_with_masters_alone(name):
+    model = nn.Linear(8, 4)
+    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.1)
+    return training.error_of(lambda: model.with_bagua([optimizer], ALGORITHMS[name]()))
+
+
+@over(name=["decentralized", "diloco", "async"])
+def test_an_optimizer_of_copies_alone_is_refused_at_the_wrap(ranks, name):
+    for error in ranks(2, wrapped_with_masters_alone, name):
+        assert "module 'Linear': SGD has none of its parameters, but copies" in error
+        assert "made of module.parameters()" in error
 
 
 def sgd(params):

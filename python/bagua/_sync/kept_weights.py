@@ -1,11 +1,12 @@
 """Optimizers that step on a copy of the weights, and so undo what a round has given.
 
 1. In the first steps: weights that ``step()`` overwrites with values which do not depend on them.
-2. Of those, where there are any, elements before a round, after it and after the next step. A step
-   on the weights ends near those that the round gave, one on a copy near those before it.
+2. Of those, elements before a round, after it and after the next step. A step on the weights ends
+   near those that the round gave, one on a copy near those before it.
 
-Neither alone decides: what reads the weights may run outside of torch's dispatcher, and a legal
-step may lead back to where the rank was.
+Both together are an error. The second alone, again and again, is a warning: what writes the weights
+may run outside of torch's dispatcher or begin later, but a legal step, such as Newton's, may lead
+back to where the rank was.
 """
 
 from __future__ import annotations
@@ -17,13 +18,36 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from bagua import _C, BaguaError
+from bagua._core.group.warn import warn
 from bagua._core.state.shards import local
 from bagua._sync.optimizer_steps import StepHook
 
 _WATCHED_STEPS = 3  # of each optimizer: the first one makes the copy, from the weights
 _MOST_ROUNDS = 20  # without a decision, after which there is none
+_MOST_STEPS = 500  # in which rounds are looked at
+_UNDONE_ROUNDS = 5  # after which a warning is due
 _SAMPLED_ELEMENTS = 256  # of each weight
+_SAMPLED_WEIGHTS = 8  # where nothing was seen to overwrite one
 _FAR = 2.0  # times farther from the one than from the other
+
+
+def refuse_others(
+    module_name: str,
+    algorithm_name: str,
+    optimizers: Sequence[torch.optim.Optimizer],
+    module: torch.nn.Module,
+) -> None:
+    """Raise ValueError where no optimizer has a parameter of the module."""
+    own = {id(p) for p in module.parameters()}
+    theirs = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    if own and optimizers and not own & theirs:
+        shown = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        raise ValueError(
+            f"module '{module_name}': {shown} has none of its parameters, but copies of them, or "
+            f"those that it had before they were replaced. What {algorithm_name} gives the "
+            "parameters would be lost. Give with_bagua an optimizer that is made of "
+            "module.parameters() as they are now."
+        )
 
 
 class KeptWeights:
@@ -42,7 +66,8 @@ class KeptWeights:
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._weights = [(name, p) for name, p in weights if id(p) in own]
         self._watch: _C.OverwriteWatch | None = None
-        self._steps = self._rounds = 0
+        self._steps = self._rounds = self._undone = 0
+        self._seen = False  # that suspects were overwritten; else they are a sample
         self._suspects: list[tuple[str, torch.nn.Parameter]] = []
         self._left: list[torch.Tensor] = []  # samples at the end of the last step
         self._given: list[torch.Tensor] = []  # and at the begin of this one
@@ -61,34 +86,46 @@ class KeptWeights:
     def _end_step(self) -> None:
         if self._suspects:
             now = self._sample()
-            self._decide(now)
-            self._left = now
+            if self._given:  # else a step inside this one has ended the watch
+                self._decide(now)
+            self._left, self._given = now, []
         elif self._watch is not None:
             self._suspects = [self._weights[number] for number in self._watch.end()]
+            self._seen = bool(self._suspects)
             self._watch = None
             self._steps += 1
+            if self._steps == _WATCHED_STEPS and not self._seen:
+                self._suspects = self._weights[:: -(-len(self._weights) // _SAMPLED_WEIGHTS) or 1]
             self._left = self._sample()
 
     def _sample(self) -> list[torch.Tensor]:
         return [_sample_of(local(p.data)) for _, p in self._suspects]
 
     def _decide(self, now: list[torch.Tensor]) -> None:
-        if _distance(self._left, self._given) == 0:
-            return  # no round has given other weights
+        self._steps += 1
+        if _distance(self._left, self._given) == 0:  # no round has given other weights
+            self._suspects = self._suspects if self._steps < _MOST_STEPS else []
+            return
         from_own, from_given = _distance(self._left, now), _distance(self._given, now)
-        if from_given > _FAR * from_own:
-            raise BaguaError(self._error())
+        undone, followed = from_given > _FAR * from_own, from_own > _FAR * from_given
+        if undone and self._seen:
+            raise BaguaError(self._text("steps on a copy", "were overwritten by its next step()"))
         self._rounds += 1
-        if from_own > _FAR * from_given or self._rounds == _MOST_ROUNDS:
+        self._undone += undone
+        due = self._undone == _UNDONE_ROUNDS
+        if due:
+            leads = f"were led back to those before by the step() after {_UNDONE_ROUNDS} rounds"
+            warn(self._text("seems to step on a copy", leads))
+        if due or (followed and self._seen) or self._rounds == _MOST_ROUNDS:
             self._suspects, self._steps = [], _WATCHED_STEPS  # it is let pass
 
-    def _error(self) -> str:
+    def _text(self, does: str, became: str) -> str:
         name, more = self._suspects[0][0], len(self._suspects) - 1
         which = f"'{name}'" + (f" and {more} more" if more else "")
         return (
-            f"module '{self._module_name}': {self._optimizer_name} steps on a copy of the weights "
+            f"module '{self._module_name}': {self._optimizer_name} {does} of the weights "
             f"that it keeps itself, so the weights of {which} that {self._algorithm_name} had "
-            "given were overwritten by its next step(), and the ranks train apart. Give "
+            f"given {became}, and the ranks train apart. Give "
             "with_bagua an optimizer that steps on the module's parameters: keep these in float32, "
             "on the device, and compute in bfloat16 by torch.autocast. Or take an algorithm that "
             "averages gradients, such as GradientAllReduceAlgorithm or ByteGradAlgorithm."

@@ -189,9 +189,11 @@ class Session:
             return
         # Not at the top: most algorithms need nothing of it.
         from bagua._sync.communicating_optimizers import refuse_at_sight
+        from bagua._sync.kept_weights import refuse_others
 
-        algorithm_name = name_of(self.bagua_algorithm)
-        refuse_at_sight(self.bagua_module_name, algorithm_name, self.bagua_optimizers)
+        names = self.bagua_module_name, name_of(self.bagua_algorithm)
+        refuse_at_sight(*names, self.bagua_optimizers)
+        refuse_others(*names, self.bagua_optimizers, module)
 
     def _averaged_inside(self, module: torch.nn.Module) -> bool:
         """Whether torch averages gradients between ranks of which the group has only this one."""
