@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import enum
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -45,6 +46,7 @@ def options(factor):
         "arrays": [numbers[:, 0], np.zeros((0, 3), np.float16), np.array(1j), np.array(["ab"])],
         "dtypes": [torch.bfloat16, torch.float8_e4m3fn, np.dtype("f4"), np.float32, float],
         "torch": [torch.device("cpu"), torch.Size([2, factor]), torch.strided, torch.channels_last],
+        "made": [range(1, 9, factor), slice(None, factor), timedelta(days=factor, microseconds=1)],
         "sets": [{1, "two", (3, None)}, frozenset(["a", Mode.SLOW])],
         "dict": {1: "one", "two": {2.5: [factor], (1, "x"): {}}, None: [], Mode.PAIR: 4},
         "enums": [Mode.SLOW, Mode.PAIR, Level.ONE, Parts.LEFT | Parts.RIGHT],

@@ -13,6 +13,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NoReturn, TypeAlias
@@ -52,6 +53,18 @@ _REMEDY = (
 )
 
 
+#: Made of whole numbers, or None: the class, and the arguments that make a value of it.
+_MADE: dict[str, tuple[type, Callable[[Any], list[Any]]]] = {
+    "range": (range, lambda value: [value.start, value.stop, value.step]),
+    "slice": (slice, lambda value: [value.start, value.stop, value.step]),
+    "timedelta": (timedelta, lambda value: [value.days, value.seconds, value.microseconds]),
+}
+
+
+def _is_short(number: Any) -> bool:
+    return number is None or (type(number) is int and number.bit_length() <= _MOST_BITS)
+
+
 class UnknownNameError(ValueError):
     """An entry has the name of a class or a function that the reader does not hold."""
 
@@ -88,7 +101,8 @@ def beyond_archives(value: Any, trusted: Mapping[str, Any], depth: int = 0) -> b
         return False
     if _is_own(value) or _is_named(value):
         return _name_of(value if _is_named(value) else type(value)) not in trusted
-    if isinstance(value, (frozenset, torch.memory_format)) or _of_numpy(value):
+    unread = (frozenset, torch.memory_format, range, slice, timedelta)
+    if isinstance(value, unread) or _of_numpy(value):
         return True
     return any(beyond_archives(each, trusted, depth + 1) for each in _inside(value))
 
@@ -173,7 +187,8 @@ class Writer:
                 return {kind: [self.entry(item, where, depth + 1) for item in value]}
         raise TypeError(
             f"optimizer entry {where} is a {type(value).__name__}; only tensors, numbers, texts, "
-            "None, dtypes, arrays of numpy, enums, functions of modules, and lists, tuples, sets, "
+            "None, dtypes, arrays of numpy, enums, ranges, slices, timedeltas, functions of "
+            "modules, and lists, tuples, sets, "
             f"dicts and dataclasses of them can be sent or saved. {_REMEDY}"
         )
 
@@ -231,6 +246,9 @@ def _leaf_of(value: Any) -> Entry | None:
         return {"complex": [value.real, value.imag]}
     if isinstance(value, (bytes, bytearray)):
         return {"bytes" if isinstance(value, bytes) else "bytearray": value.hex()}
+    for kind, (made, arguments) in _MADE.items():
+        if type(value) is made:
+            return {kind: arguments(value)} if all(map(_is_short, arguments(value))) else None
     if isinstance(value, torch.Size):
         return {"size": list(value)}
     if isinstance(value, torch.device):
@@ -244,7 +262,7 @@ def _is_hashable(entry: Entry) -> bool:
     for kind in ("tuple", "frozenset"):
         if kind in entry:
             return all(map(_is_hashable, entry[kind]))
-    others = {"tensor", "array", "list", "set", "dict", "bytearray", "fields"}
+    others = {"tensor", "array", "list", "set", "dict", "bytearray", "fields", "slice"}
     return not others & entry.keys()
 
 
@@ -279,6 +297,13 @@ def _scalar(entry: Entry) -> Any:
     return numpy.frombuffer(data, dtype)[0]
 
 
+def _made(entry: Entry) -> Any:
+    ((kind, arguments),) = entry.items()
+    if not isinstance(arguments, list) or len(arguments) != 3 or not all(map(_is_short, arguments)):
+        raise ValueError("is not made of three whole numbers")
+    return _MADE[kind][0](*arguments)
+
+
 #: Of the entries that hold no others, by their kinds; any Exception where they are wrong.
 _LEAVES: dict[str, Callable[[Entry], Any]] = {
     "value": _plain,
@@ -290,6 +315,7 @@ _LEAVES: dict[str, Callable[[Entry], Any]] = {
     "device": lambda entry: torch.device(entry["device"]),
     "dtype": lambda entry: _dtype_of_numpy(entry["dtype"]),
     "scalar": _scalar,
+    **dict.fromkeys(_MADE, _made),
 }
 _KINDS = {
     "tensor": {"tensor", "shape", "device"},
