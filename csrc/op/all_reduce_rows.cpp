@@ -8,6 +8,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/stack.h>
 
 #include "base/check.h"
 #include "op/tensors/all_finite.h"
@@ -123,28 +124,39 @@ at::Tensor AllReduceRows::exchange(const at::Tensor& own, const std::vector<int6
   communicator_->all_gather(sent.bytes, received);
   // 4.
   std::vector<int64_t> value_sizes = sizes_;
-  std::vector<at::Tensor> indices, values;
+  std::vector<at::Tensor> indices, values, valid;
+  std::vector<int64_t> sources;
   for (int64_t rank = 0; rank < ranks; ++rank) {
     if (numbers[rank] == 0) continue;
     const Message message{received.narrow(0, rank * size, size), most, row_bytes};
     value_sizes[0] = numbers[rank];
     indices.push_back(message.indices(numbers[rank]));
     values.push_back(message.values(numbers[rank], dtype).view(value_sizes));
-    check_indices(indices.back(), rank, round);
+    valid.push_back(are_valid(indices.back()));
+    sources.push_back(rank);
   }
+  check_indices(at::stack(valid), sources, round);
   return rows_of(at::cat(indices).view({1, -1}), at::cat(values), sizes_, false).coalesce();
 }
 
 // A coalesced tensor's: ascending, each once.
-void AllReduceRows::check_indices(const at::Tensor& indices, int64_t rank,
-                                  const Round& round) const {
+at::Tensor AllReduceRows::are_valid(const at::Tensor& indices) const {
   const int64_t last = indices.numel() - 1;
   const at::Tensor ascending = indices.narrow(0, 1, last).gt(indices.narrow(0, 0, last)).all();
   const at::Tensor inside = indices[0].ge(0).logical_and(indices[last].lt(sizes_[0]));
-  if (ascending.logical_and(inside).item<bool>()) return;
-  throw MismatchError(concat("bucket '", round.bucket, "': the payload from rank ", rank,
-                             " was corrupted on the wire: its indices are not those of ", last + 1,
-                             " of ", sizes_[0], " rows."));
+  return ascending.logical_and(inside);
+}
+
+// One copy to the host, whatever the number of ranks.
+void AllReduceRows::check_indices(const at::Tensor& valid, const std::vector<int64_t>& sources,
+                                  const Round& round) const {
+  const at::Tensor on_host = valid.cpu();
+  const bool* const first = on_host.const_data_ptr<bool>();
+  const auto wrong = std::find(first, first + sources.size(), false) - first;
+  if (wrong == std::ssize(sources)) return;
+  throw MismatchError(concat("bucket '", round.bucket, "': the payload from rank ", sources[wrong],
+                             " was corrupted on the wire: its indices are not ",
+                             "ascending ones below ", sizes_[0], "."));
 }
 
 std::string AllReduceRows::describe() const {

@@ -43,7 +43,9 @@ class AllReduceRows final : public BucketOp {
   std::vector<int64_t> gather_numbers(const at::Tensor& own, const Round& round);
   at::Tensor exchange(const at::Tensor& own, const std::vector<int64_t>& numbers,
                       const Round& round);
-  void check_indices(const at::Tensor& indices, int64_t rank, const Round& round) const;
+  at::Tensor are_valid(const at::Tensor& indices) const;
+  void check_indices(const at::Tensor& valid, const std::vector<int64_t>& sources,
+                     const Round& round) const;
 
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<Scratch> scratch_;
