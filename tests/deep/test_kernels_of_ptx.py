@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.programs import kernel_emulation, ptx_to_cpp
-from support.programs.cpp_programs import command, kept
+from support.programs.cpp_programs import ROOT, command, kept
 
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 #: The program as g++ compiles it, with the translations in place of the kernels.
@@ -21,7 +21,12 @@ PROGRAM = [*kernel_emulation.PROGRAMS["kernels"], *kernel_emulation.EMULATION]
 PROGRAM += ["tests/cpp/ptx/translations.cpp"]
 FILL = "csrc/comm/nccl/fill_if_set.cu"  # its kernel alone: the program launches that itself
 KERNELS = [FILL, *(source for source in PROGRAM if source.endswith(".cu"))]
-OF_NVCC = ["-std=c++20", "-O3", "-fmad=false", "-Icsrc", "-arch=compute_90", "-ptx"]
+#: What the build gives nvcc, without what is for ptxas.
+OF_BUILD = re.search(
+    r"target_compile_options\(bagua_kernels PRIVATE (.*)\)", (ROOT / "cmake/cuda.cmake").read_text()
+)[1].split()
+OF_BUILD = [flag for flag in OF_BUILD if not flag.startswith("-Xptxas")]
+OF_NVCC = ["-std=c++20", "-O3", *OF_BUILD, "-Icsrc", "-arch=compute_90", "-ptx"]
 OF_TRANSLATIONS = "-O0 -g0 -w -fno-strict-aliasing"  # what one leaves unused is no mistake
 
 pytestmark = [

@@ -19,6 +19,7 @@ int64_t fake_cuda_stream() { return current_stream; }
 void fake_cuda_set_device(int device) {
   FakeGuard().setDevice({kDevice.type(), static_cast<c10::DeviceIndex>(device)});
 }
+int fake_cuda_device() { return current_device; }
 int fake_cuda_events() { return events; }
 unsigned fake_cuda_contexts() { return contexts; }
 

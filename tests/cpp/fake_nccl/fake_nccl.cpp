@@ -46,6 +46,12 @@ ncclResult_t add(const char* name, ncclComm_t comm, Operation operation, cudaStr
   return ncclSuccess;
 }
 
+// Expects the mutex to be held.
+void look_at(const ncclConfig_t& config) {
+  if (config.blocking != 0) misuse.push_back("a communicator in blocking mode");
+  if (config.splitShare != 0) misuse.push_back("a child waits for its parent's channels");
+}
+
 }  // namespace
 
 extern "C" {
@@ -81,7 +87,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int size, ncclUniqueId id,
                                     ncclConfig_t* config) {
   std::lock_guard lock(mutex);
   ++counts["ncclCommInitRankConfig"];
-  if (config->blocking != 0) misuse.push_back("a communicator in blocking mode");
+  look_at(*config);
   auto& clique = cliques[std::string(id.internal, sizeof(id.internal))];
   if (!clique) clique = std::make_shared<Clique>(size);
   if (static_cast<int>(clique->ranks.size()) != size || clique->ranks[rank]) {
@@ -89,6 +95,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int size, ncclUniqueId id,
     return ncclInvalidArgument;
   }
   *comm = make(clique, rank);
+  (*comm)->device = device_now();
   if (rank == faults.failing_rank && faults.calls_until_failure < 0) {
     last_error = "a fault that was asked for";
     (*comm)->error = faults.failure;
@@ -101,7 +108,7 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* chil
                            ncclConfig_t* config) {
   const Visit visit("ncclCommSplit", comm);
   std::lock_guard lock(mutex);
-  if (config->blocking != 0) misuse.push_back("a communicator in blocking mode");
+  look_at(*config);
   Operation operation{.kind = Kind::kSplit};
   operation.peer = color;
   operation.key = key;
@@ -111,7 +118,7 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* chil
 }
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* state) {
-  const Visit visit("ncclCommGetAsyncError", comm);
+  const Visit visit("ncclCommGetAsyncError", comm, /*on_any_device=*/true);
   std::lock_guard lock(mutex);
   progress(*comm->clique, Place::kHost);
   run_devices();
@@ -221,6 +228,15 @@ void fake_nccl_fail(int rank, int calls, int result) {
   faults.failing_rank = rank;
   faults.calls_until_failure = calls;
   faults.failure = static_cast<ncclResult_t>(result);
+}
+// Calls must come with their communicator's device; device() says which one is current.
+void fake_nccl_look_at_devices(int (*device)()) { current_device = device; }
+// Bits of the devices on which communicators were made.
+unsigned fake_nccl_devices() {
+  std::lock_guard lock(mutex);
+  unsigned devices = 0;
+  for (const ncclComm* comm : all) devices |= 1u << comm->device;
+  return devices;
 }
 // A rank's running communicators get an error by themselves.
 void fake_nccl_break(int rank, int result) {

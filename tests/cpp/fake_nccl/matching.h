@@ -44,7 +44,9 @@ inline void split(const Clique& parent) {
     auto clique = std::make_shared<Clique>(static_cast<int>(members.size()));
     for (size_t i = 0; i < members.size(); ++i) {
       ncclComm* const rank = parent.ranks[members[i].second];
-      rank->unborn.push_back({rank->on_host[0][0].child, make(clique, static_cast<int>(i))});
+      ncclComm* const child = make(clique, static_cast<int>(i));
+      child->device = rank->device;
+      rank->unborn.push_back({rank->on_host[0][0].child, child});
     }
   }
 }

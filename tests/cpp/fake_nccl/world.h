@@ -82,6 +82,7 @@ inline cudaStream_t last_stream = nullptr;
 inline int ids = 0;
 inline auto& all = *new std::vector<ncclComm*>;  // never freed: late calls are to be found
 inline int alive = 0;
+inline int (*current_device)() = nullptr;  // of the calling thread, where devices are looked at
 inline auto& changed = *new std::condition_variable;  // a kernel has ended, or aborts go on
 
 struct Call {
@@ -97,6 +98,7 @@ inline thread_local std::vector<Call> collected;
 struct ncclComm {
   std::shared_ptr<fake_nccl::Clique> clique;
   int rank = 0;
+  int device = 0;                        // the current one when it was made
   std::deque<fake_nccl::Group> on_host;  // splits, and everything without a stream
   std::deque<std::pair<cudaStream_t, fake_nccl::Group>> kernels;  // in the order of the calls
   bool runs = false;                                              // the first of the kernels
@@ -115,15 +117,20 @@ struct ncclComm {
 
 namespace fake_nccl {
 
-// Notes a second thread in the same communicator, and calls after its end.
+inline int device_now() { return current_device ? current_device() : 0; }
+
+// Notes a second thread in the same communicator, calls after its end, and another current device.
 class Visit {
  public:
-  Visit(const char* name, ncclComm* comm) : comm_(comm) {
+  Visit(const char* name, ncclComm* comm, bool on_any_device = false) : comm_(comm) {
     if (comm_->inside.exchange(true)) note(name, "two threads in one communicator");
     std::this_thread::yield();  // gives the other thread its chance
     std::lock_guard lock(mutex);
     ++counts[name];
     if (comm_->life >= ncclComm::kDestroyed) misuse.push_back(std::string(name) + " after the end");
+    if (!on_any_device && device_now() != comm_->device) {
+      misuse.push_back(std::string(name) + " on another device");
+    }
   }
   ~Visit() { comm_->inside = false; }
 

@@ -74,13 +74,21 @@ def package(folder):
         shutil.copytree(installed, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
 
 
-def pytest_status(site, tests):
-    """Exit status of pytest with the packages of the folder `site`, and what it printed."""
+def pytest_status(site, tests, sources=ROOT):
+    """Exit status of pytest with the packages of the folder `site`, and what it printed.
+
+    The tests' own C++ programs are made from the folder `sources`.
+    """
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"},
+        env=os.environ
+        | {
+            "PYTHONPATH": str(site),
+            "OMP_NUM_THREADS": "1",
+            "BAGUA_TEST_SOURCES": str(sources),
+        },
         capture_output=True,
         text=True,
         timeout=SECONDS,
@@ -92,7 +100,7 @@ class Program:
     """A copy of the sources with its extension, built again after each change."""
 
     def __init__(self):
-        self._sources = WORK / "sources"
+        self.sources = WORK / "sources"
         self.site = WORK / "site"
         shutil.rmtree(self.site, ignore_errors=True)
         package(self.site)
@@ -105,7 +113,7 @@ class Program:
                     self._update_file(path, mutation)
         build = WORK / "cpp"
         configure = [
-            *("cmake", "-S", self._sources, "-B", build, "-G", "Ninja"),
+            *("cmake", "-S", self.sources, "-B", build, "-G", "Ninja"),
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={self.site / 'bagua'}",
         ]
@@ -120,7 +128,7 @@ class Program:
         content = path.read_bytes()
         if mutation and path == ROOT / mutation.file:
             content = content.decode().replace(mutation.old, mutation.new).encode()
-        copy = self._sources / path.relative_to(ROOT)
+        copy = self.sources / path.relative_to(ROOT)
         if copy.exists() and copy.read_bytes() == content:
             return
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -148,9 +156,9 @@ def try_python(mutation):
 def try_cpp(mutation, program):
     """The verdict of a mutation of C++."""
     problem = program.update(mutation)
-    return (
-        ("broken", problem) if problem else verdict_of(*pytest_status(program.site, mutation.tests))
-    )
+    if problem:
+        return "broken", problem
+    return verdict_of(*pytest_status(program.site, mutation.tests, program.sources))
 
 
 def verdicts(chosen):

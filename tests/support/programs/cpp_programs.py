@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,7 +12,8 @@ from bagua import _C
 
 __all__ = ["CCACHE", "ROOT", "build_library", "command", "kept"]
 
-ROOT = Path(__file__).resolve().parents[3]
+#: The repository, or the copy of it that a mutation is tried in.
+ROOT = Path(os.environ.get("BAGUA_TEST_SOURCES", Path(__file__).resolve().parents[3]))
 #: In front of a compiler: objects of other clones serve as well.
 CCACHE = ["env", f"CCACHE_BASEDIR={ROOT}", "CCACHE_NOHASHDIR=1", "ccache"]
 CCACHE = CCACHE if shutil.which("ccache") else []

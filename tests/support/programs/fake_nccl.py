@@ -48,6 +48,10 @@ def build_fake_driver():
     return build_library("fake_driver", source, libraries=["-Wl,-soname,libcuda.so.1"])
 
 
+def _address(function):
+    return ctypes.cast(function, ctypes.c_void_p)
+
+
 class FakeCuda:
     """A device "cuda:1" over host memory, with switches for its events (fake_cuda_*)."""
 
@@ -83,6 +87,7 @@ class FakeNccl:
         self._functions.fake_nccl_misuse.restype = ctypes.c_char_p
         self._functions.fake_nccl_last_stream.restype = ctypes.c_void_p
         self._functions.fake_nccl_given.argtypes = [ctypes.c_void_p]
+        self._functions.fake_nccl_look_at_devices.argtypes = [ctypes.c_void_p]
         self._functions.fake_nccl_occupy.argtypes = [ctypes.c_void_p]
         self._functions.fake_nccl_given.restype = ctypes.c_uint64
         self._functions.fake_nccl_have_ended.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
@@ -91,11 +96,12 @@ class FakeNccl:
         return getattr(self._functions, f"fake_nccl_{name}")
 
     def lead(self, cuda):
-        """Events of the fake CUDA come true when kernels of this library have ended."""
-        cuda.follow(self._address("given"), self._address("have_ended"))
+        """Events of the fake CUDA come true when kernels of this library have ended.
 
-    def _address(self, name):
-        return ctypes.cast(self.__getattr__(name), ctypes.c_void_p)
+        Calls must come with the fake CUDA's current device set to their communicator's.
+        """
+        cuda.follow(_address(self.given), _address(self.have_ended))
+        self.look_at_devices(_address(cuda.device))
 
     def begin_thread(self):
         """Called first in the thread of each rank."""

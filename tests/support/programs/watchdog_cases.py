@@ -4,6 +4,7 @@ Run as a program with the name of a case: the fake device stays in the process i
 """
 
 import ctypes
+import itertools
 import os
 import sys
 import threading
@@ -135,6 +136,7 @@ def a_failure_ends_a_communicator_whose_device_cannot_be_set():
         cuda.refuse(0)
 
     barrier = threading.Barrier(2)
+    nccl.look_at_devices(None)
     devices_used.add(0)
     nccl.run(2, run, 60, CUDA)
 
@@ -219,6 +221,24 @@ def threads_of_a_communicator_leave_captures_of_others_alone():
     nccl.run(2, run, 60, CUDA)
     assert driver.fake_driver_threads_in_thread_local_mode() == 4
     assert driver.fake_driver_threads_in_another_mode() == 0
+
+
+def communicators_are_made_on_their_device_by_a_thread_of_another():
+    """As Python's main thread does, whose calls run on a thread that begins on device 0."""
+
+    def run(comm):
+        host = torch.ones(3)
+        part = comm.split([0, 1])
+        for communicator in (comm, part):
+            all_reduce(communicator, host)
+            until_done()
+        return host.tolist()
+
+    nccl.begin_thread = lambda: cuda.set_stream(next(streams))
+    streams = itertools.count(8, 8)
+    assert nccl.run(2, run, 20, CUDA) == [[4.0] * 3] * 2
+    assert nccl.devices() == 1 << CUDA.index
+    devices_used.add(0)  # the threads'
 
 
 def a_forked_child_leaves_the_communicator_to_its_parent():
@@ -325,7 +345,8 @@ def a_process_may_end_with_communicators_and_work_in_flight():
 
 if __name__ == "__main__":
     globals()[sys.argv[1]]()
-    assert nccl.misuse().decode() == ""
+    misuse = nccl.misuse().decode()
+    assert not misuse, misuse
     assert nccl.alive() == 0, "communicators are left over"
     expected = sum(1 << index for index in devices_used)
     assert cuda.contexts() == expected, "a context on a device of another rank"
