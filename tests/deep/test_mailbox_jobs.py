@@ -22,7 +22,7 @@ def count(self, engine):
     global rounds
     rounds += 1
     if rounds == int(os.environ["DIES_IN"]):
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), getattr(signal, os.environ["BY"]))
     confirm(self, engine)
 
 MailboxRanks.confirm = count
@@ -55,19 +55,28 @@ def outputs_of_one_anchor(islands, rounds):
     return outputs
 
 
-def start(folder, island, dies_in=0):
+def start(folder, island, dies_in=0, by="SIGKILL"):
     script = folder / "kill.py"
     script.write_text(KILLS_ITS_USER)
     # All three are needed in each round, so that none is through before the third is back.
     options = "--island", island, "--quorum", "3", "--secret", "of these three islands"
-    return run(script, EXAMPLE, "--url", f"file://{folder}/run", *options, DIES_IN=str(dies_in))
+    return run(
+        script, EXAMPLE, "--url", f"file://{folder}/run", *options, DIES_IN=str(dies_in), BY=by
+    )
 
 
-def test_a_killed_island_comes_back_and_all_end_with_one_anchor(tmp_path):
+def test_an_island_that_is_killed_or_leaves_comes_back_and_all_end_with_one_anchor(tmp_path):
+    for by, status in (("SIGKILL", -9), ("SIGTERM", 0)):
+        (tmp_path / by).mkdir()
+        goes_and_comes_back(tmp_path / by, by, status)
+
+
+def goes_and_comes_back(tmp_path, by, status):
     islands = [start(tmp_path, name) for name in ("oslo", "paris")]
-    killed = start(tmp_path, "rome", dies_in=5)
+    killed = start(tmp_path, "rome", dies_in=5, by=by)
     try:
-        killed.communicate(timeout=90)
+        text = killed.communicate(timeout=90)[0].decode()
+        assert killed.returncode == status, text
         islands.append(start(tmp_path, "rome"))
         outputs_of_one_anchor(islands, rounds=20)
     finally:

@@ -5,6 +5,7 @@ import gc
 import io
 import os
 import shutil
+import signal
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from bagua import BaguaError, BaguaMismatchError, BaguaTimeoutError
 from bagua.__main__ import main
+from bagua._outer import leaving
 from bagua._outer.mailbox import box, claims
 from bagua._outer.mailbox.letters import Contribution
 from bagua.torch_api.algorithms import DiLoCoAlgorithm, Mailbox, OuterSGD
@@ -571,6 +573,51 @@ def test_what_a_mailbox_cannot_do_is_refused(ranks, tmp_path):
     (texts,) = ranks(1, refusals, str(tmp_path))
     words = ["island='a/b'", "quorum=0", "keep=0", "16 bytes", "warmup_steps=2", "hierarchical"]
     assert all(word in text for word, text in zip(words, texts, strict=True)), texts
+
+
+# Notices.
+
+
+@training.with_group
+def told_before_a_round(folder):
+    """Statuses, claims that are left, and who counts in the round after the notice."""
+    first = {"quorum": 2, "leave_within": 1.0}
+    model, optimizer = island(folder, "oslo", mailbox=first)
+    other = island(folder, "paris")
+    bagua.leave()
+    with pytest.raises(SystemExit) as left:
+        train(model, optimizer, range(1))
+    claims_left = os.listdir(os.path.join(folder, "islands"))
+    noticed = leaving.noticed()
+    train(*other, range(2))
+    counted = other[0].bagua_algorithm._ranks._post.box.manifest(0).counted
+    return left.value.code, claims_left, noticed, [each.island for each in counted]
+
+
+def test_an_island_that_is_told_to_leave_mails_its_steps_and_ends_well(ranks, tmp_path):
+    (found,) = ranks(1, told_before_a_round, str(tmp_path))
+    assert found == (0, ["paris-1"], None, ["oslo", "paris"])
+
+
+@training.with_group
+def told_when_alone(folder):
+    """Rounds of an island that leaves alone, and whether its weights are the anchor."""
+    model, optimizer = island(folder, "oslo", mailbox={"keep": 1})
+    train(model, optimizer, range(3))
+    handler = signal.getsignal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)  # noticed after the next step
+    with pytest.raises(SystemExit):
+        train(model, optimizer, range(3, 4))
+    bits = training.bits(value.to(torch.float32) for value in weights(model))
+    anchors = [value for key, value in outer_state(model).items() if key.startswith("anchor/")]
+    same = bits == training.bits(anchors)
+    default = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert model.bagua_algorithm._ranks._sigterm._last.finished.is_set()  # kills nobody later
+    return handler != signal.SIG_DFL, model.bagua_algorithm.outer_rounds, same, default
+
+
+def test_sigterm_is_a_notice_to_an_island(ranks, tmp_path):
+    assert ranks(1, told_when_alone, str(tmp_path)) == [(True, 3, True, True)]
 
 
 # The command.

@@ -27,6 +27,7 @@ MODULES = {
     + """
     get_backend init_process_group ReduceOp BaguaModule BaguaTensor get_local_rank get_local_size
     get_rank get_world_size communication algorithms data_parallel contrib write_stats serve_metrics
+    leave
     """,
     "bagua.torch_api.communication": COLLECTIVES
     + """

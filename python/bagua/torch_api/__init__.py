@@ -107,6 +107,8 @@ _LATER = ("comm_hooks", "fsdp", "integrations", "lightning")
 def __getattr__(name: str) -> Any:
     if name in _LATER:
         return import_module(f"bagua.{name}")
+    if name == "leave":
+        return import_module("bagua._outer.leaving").leave
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 

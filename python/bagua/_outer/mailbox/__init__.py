@@ -45,6 +45,7 @@ class Mailbox(Elastic):
             environment, ``BAGUA_MAILBOX_SECRET``; without one files are checked for damage only.
         keep: rounds between two anchors that are mailed. At most 2 ``keep`` + 1 rounds and three
             anchors lie in the mailbox.
+        leave_within: seconds in which a process that gets SIGTERM leaves, see ``bagua.leave``.
 
     Raises:
         ValueError: an argument is out of its range. From ``with_bagua``: parameters that are
@@ -60,6 +61,7 @@ class Mailbox(Elastic):
     island: str = ""
     secret: bytes | None = None
     keep: int = 16
+    leave_within: float = 30.0
     mails = True
 
     def __init__(
@@ -71,6 +73,7 @@ class Mailbox(Elastic):
         grace: float | None = None,
         secret: str | bytes | None = None,
         keep: int = 16,
+        leave_within: float = 30.0,
     ) -> None:
         super().__init__(quorum, grace)
         if not letters.is_island(island):
@@ -81,8 +84,12 @@ class Mailbox(Elastic):
             raise ValueError(f"Mailbox: quorum={quorum} must be at most {letters.MOST_ISLANDS}")
         if not 1 <= keep <= 10_000:
             raise ValueError(f"Mailbox: keep={keep} must be between 1 and 10000 rounds")
-        own = {"url": str(url), "island": island, "secret": secret_of(secret), "keep": keep}
-        for name, value in own.items():
+        if not 0 < leave_within <= 86_400:
+            raise ValueError(
+                f"Mailbox: leave_within={leave_within} must be positive seconds, a day at most"
+            )
+        own = {"url": str(url), "island": island, "secret": secret_of(secret)}
+        for name, value in {**own, "keep": keep, "leave_within": leave_within}.items():
             object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:

@@ -104,15 +104,16 @@ class Inside:
         numbers = (struct.unpack("<d", struct.pack("<q", each)) for each in found)
         return math.fsum(number for (number,) in numbers)
 
-    def check_equal(self, what: str, digest: int) -> None:
-        """BaguaMismatchError: the ranks hold other weights."""
-        highest, lowest = self._reduced(what, _C.ReduceOp.MAX, digest, -digest)
+    def check_equal(self, what: str, digest: int, flag: bool) -> bool:
+        """Whether a rank has the flag. BaguaMismatchError: the ranks hold different weights."""
+        highest, lowest, any_rank = self._reduced(what, _C.ReduceOp.MAX, digest, -digest, int(flag))
         if highest != -lowest:
             raise _C.BaguaMismatchError(
                 f"{what}: the {self.size} ranks of island '{self._name}' hold different weights, "
                 "and only the first one's are mailed. Have torch average inside the island: wrap "
                 "DistributedDataParallel(model) with bagua, on each rank."
             )
+        return bool(any_rank)
 
     def _reduced(self, what: str, op: _C.ReduceOp, *numbers: int) -> list[int]:
         if self._connections is None:

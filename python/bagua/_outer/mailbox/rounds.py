@@ -19,7 +19,9 @@ files are gone. The first island of all mails its anchors, and the others begin 
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -31,6 +33,7 @@ from bagua._core.group.process_group import BaguaProcessGroup, close_at_exit
 from bagua._core.state.ledger import Page
 from bagua._ops import operations
 from bagua._ops.operations import Operation
+from bagua._outer import leaving
 from bagua._outer.loop import OuterLoop, PendingRound, digest_of
 from bagua._outer.mailbox import Mailbox, letters
 from bagua._outer.mailbox.bodies import body_bytes, buckets_of, encode
@@ -50,6 +53,9 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
+_log = logging.getLogger("bagua")
+
+_OF_A_NOTICE = 0.6  # for the last round; the rest is the script's, to save
 _MOST_TRIES = 4  # of a fragment's round in sync()
 _SECONDS_TO_END = 5.0  # of what the thread is at when the module is closed
 
@@ -78,6 +84,9 @@ class MailboxRanks(FixedRanks):
         # The other ranks of an island are to hear of a time-out before their own.
         self._timeout = group.timeout.total_seconds() * (1.0 if self._inside.size == 1 else 0.9)
         self._stop = threading.Event()
+        self._sigterm = leaving.Sigterm(mailbox.leave_within)
+        self._leaves = False  # after this step, all ranks of the island
+        self._deadline: float | None = None  # of the waits of one that leaves
         self._entered = False
         self._post: Post | None = None  # of an island's first rank that has entered
         self._loop: Callable[[], OuterLoop | None] = lambda: None
@@ -141,8 +150,13 @@ class MailboxRanks(FixedRanks):
         self, loop: OuterLoop, box: Box, what: str, function: Callable[[Patience], Value]
     ) -> Value:
         """Have a thread do it, and wait for that."""
-        patience = Patience(box.place, self._timeout, self._stop)
-        return Job(function, patience).result(f"{self._who(loop)}, {what},")
+        return Job(function, self._patience(box)).result(f"{self._who(loop)}, {what},")
+
+    def _patience(self, box: Box) -> Patience:
+        seconds = self._timeout
+        if self._deadline is not None:
+            seconds = max(0.0, self._deadline - time.monotonic())
+        return Patience(box.place, seconds, self._stop)
 
     def _who(self, loop: OuterLoop) -> str:
         return f"module '{loop.name}': island '{self._mailbox.island}'"
@@ -187,15 +201,32 @@ class MailboxRanks(FixedRanks):
             self._post.ending = ending
 
     def attempt(self, rounds: Callable[[], None], *, due: bool) -> None:
+        self.complete(rounds)
+        if self._inside.size == 1:
+            self._leaves = leaving.noticed() is not None
+        if self._leaves and self._deadline is None:
+            self._leave(self._known_loop())
+
+    def complete(self, receive: Callable[[], None]) -> None:
         try:
-            rounds()
+            receive()
         except Overtaken:
             loop = self._known_loop()
             loop.state.pending = None
             self._catch_up(loop)
 
-    def complete(self, receive: Callable[[], None]) -> None:
-        self.attempt(receive, due=False)
+    def _leave(self, loop: OuterLoop) -> None:
+        """Make the last round, or leave the contribution to it; then end the process."""
+        notice = leaving.noticed() or time.monotonic()
+        self._deadline = notice + _OF_A_NOTICE * self._mailbox.leave_within
+        how = "its steps are in the anchor"
+        try:
+            loop.sync()
+        except _C.BaguaError as error:
+            how = f"its last steps count in a round of the others, if they were mailed ({error})"
+        _log.warning("%s leaves as it was told: %s", self._who(loop), how)
+        self.close()
+        raise SystemExit(0)
 
     def confirm(self, engine: _C.Engine) -> None:
         """Mail the pseudo-gradients of the fragment that is due."""
@@ -219,14 +250,15 @@ class MailboxRanks(FixedRanks):
             begin = end
         self._launches += 1
         if post is not None and own is not None:
-            patience = Patience(post.box.place, self._timeout, self._stop)
-            self._job = Job(partial(post.exchange, loop, own, letter), patience)
+            exchange = partial(post.exchange, loop, own, letter)
+            self._job = Job(exchange, self._patience(post.box))
 
     def _weight(self, loop: OuterLoop, part: int) -> float:
         """Of this island in a round; BaguaMismatchError: its ranks hold different weights."""
         what = f"{self._who(loop)}, launching outer round {loop.state.communications + 1}"
         if self._inside.size > 1:
-            self._inside.check_equal(what, digest_of(loop.weights()))
+            digest, told = digest_of(loop.weights()), leaving.noticed() is not None
+            self._leaves = self._inside.check_equal(what, digest, told)
         own = loop.state.rank_weights.weight(part)
         by_samples = type(loop.state.rank_weights) is not RankWeights
         return self._inside.total(what, own) if by_samples else own
@@ -318,6 +350,7 @@ class MailboxRanks(FixedRanks):
 
     def close(self) -> None:
         self._stop.set()
+        self._sigterm.end()
         if self._job is not None:
             self._job.end(_SECONDS_TO_END)
             self._job = None

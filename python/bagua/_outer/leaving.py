@@ -1,0 +1,67 @@
+"""A notice that this process is about to be taken away: SIGTERM, or :func:`leave`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from types import FrameType
+
+_noticed: float | None = None
+
+
+def leave() -> None:
+    """Have this process leave its mailbox and end, with status 0, after the present step.
+
+    Its island makes a last round or, where the others do not come to one within most of
+    ``leave_within``, leaves its contribution for their next. It gives its name back, so that nobody
+    waits for it. Then ``optimizer.step()`` raises ``SystemExit(0)``: what the script does in
+    ``finally`` is done. SIGTERM does the same where the script has no handler for it; call this in
+    a handler, or where the machine's owner tells of its end in another way. It only notes the
+    wish, and may be called from any thread. Without a mailbox it does nothing.
+
+    Example::
+
+        if spot_notice():
+            bagua.leave()
+    """
+    global _noticed
+    _noticed = time.monotonic() if _noticed is None else _noticed
+
+
+def noticed() -> float | None:
+    """The ``time.monotonic()`` of the notice; None: there was none."""
+    return _noticed
+
+
+class Sigterm:
+    """Makes SIGTERM a notice, until :meth:`end`; a handler that is there already stays.
+
+    A process that has not left after ``seconds``, or gets a second SIGTERM, ends by it.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._process = os.getpid()
+        self._last = threading.Timer(seconds, os.kill, (self._process, signal.SIGTERM))
+        self._last.daemon = True
+        free = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        if free and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._told)
+
+    def _told(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if os.getpid() != self._process:  # a child, such as a worker that loads data
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        self._last.start()
+        leave()
+
+    def end(self) -> None:
+        """Forget the notice, and end by SIGTERM again."""
+        global _noticed
+        _noticed = None
+        self._last.cancel()
+        mine = signal.getsignal(signal.SIGTERM) == self._told
+        if mine and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
