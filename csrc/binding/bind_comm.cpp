@@ -139,6 +139,23 @@ void bind_shared_memory(py::module_& m) {
   py::class_<SharedMemoryCommunicator, Communicator, SharedRank>(m, "SharedMemoryCommunicator");
 }
 
+// A Python function as one that any thread calls. Its error, which several threads throw, is text.
+TransportsMeeting::Exchange exchange_of(const py::object& function) {
+  if (function.is_none()) return {};
+  const std::shared_ptr<py::object> kept(new py::object(function), [](py::object* object) {
+    const py::gil_scoped_acquire locked;
+    delete object;
+  });
+  return [kept](const std::string& own) {
+    const py::gil_scoped_acquire locked;
+    try {
+      return (*kept)(py::bytes(own)).cast<std::vector<std::string>>();
+    } catch (const py::error_already_set& error) {
+      throw Error(py::str(error.value()));
+    }
+  };
+}
+
 void bind_gathering(py::module_& m) {
   using Shared = std::shared_ptr<Gathering>;
   py::class_<Gathering, Shared>(m, "Gathering", "Ranks that meet in a store, under a key.")
@@ -156,18 +173,18 @@ void bind_gathering(py::module_& m) {
           "Come to the meeting with a text.")
       .def(
           "texts",
-          [](const Shared& self, std::optional<double> timeout) {
+          [](const Shared& self, std::optional<double> timeout, bool finish) {
             const auto limit = timeout ? to_milliseconds(*timeout) : self->timeout();
             const auto texts = std::make_shared<std::vector<std::string>>();
             run_interruptibly([=] {
               *texts = self->texts(limit);
-              self->finish();
+              if (finish) self->finish();
             });
             return std::vector<py::bytes>(texts->begin(), texts->end());
           },
-          py::arg("timeout") = py::none(),
+          py::arg("timeout") = py::none(), py::kw_only(), py::arg("finish") = true,
           "The texts of all ranks, once all have come. Raises BaguaTimeoutError, which names those "
-          "that are missing, or BaguaError.")
+          "that are missing, or BaguaError. finish: call finish() too.")
       .def(
           "share_memory",
           [](const Shared& self, int64_t node,
@@ -187,22 +204,24 @@ void bind_gathering(py::module_& m) {
       .def("give_up", &Gathering::give_up, py::arg("reason"),
            "Have gather() raise BaguaError(reason). From any thread.")
       .def("finish", &Gathering::finish, py::call_guard<py::gil_scoped_release>(),
-           "The last call of every rank, which has read stores().")
+           "The last call of every rank, which has read texts() or stores().")
       .def("forget", &Gathering::forget, py::call_guard<py::gil_scoped_release>(),
-           "Instead of finish(), by one rank, once all ranks have read stores().")
+           "Instead of finish(), by one rank, once all ranks have read texts() or stores().")
       .def(
           "stores",
-          [](const Shared& self, int transports) {
-            const auto meeting = std::make_shared<TransportsMeeting>(self, transports);
+          [](const Shared& self, int transports, const py::object& exchange) {
+            const auto meeting =
+                std::make_shared<TransportsMeeting>(self, transports, exchange_of(exchange));
             std::vector<c10::intrusive_ptr<c10d::Store>> stores;
             for (int i = 0; i < transports; ++i) {
               stores.push_back(c10::make_intrusive<GatheringStore>(meeting, i));
             }
             return stores;
           },
-          py::arg("transports"),
+          py::arg("transports"), py::arg("exchange") = py::none(),
           "A store for each of so many transports that connect at the same time, in threads: what "
-          "all of them set before they read is gathered.");
+          "all of them set before they read is gathered, or given to exchange(own), which returns "
+          "that of all ranks.");
 }
 
 void bind_thread_ranks(py::module_& m) {

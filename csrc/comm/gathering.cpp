@@ -219,8 +219,9 @@ std::string Gathering::stage_key() const { return concat(key_, "/", stage_); }
 
 std::string Gathering::rank_key(int rank) const { return concat(key_, "/rank", rank); }
 
-TransportsMeeting::TransportsMeeting(std::shared_ptr<Gathering> gathering, int transports)
-    : gathering_(std::move(gathering)), transports_(transports) {}
+TransportsMeeting::TransportsMeeting(std::shared_ptr<Gathering> gathering, int transports,
+                                     Exchange exchange)
+    : gathering_(std::move(gathering)), transports_(transports), exchange_(std::move(exchange)) {}
 
 void TransportsMeeting::set(const std::string& key, const std::vector<uint8_t>& value) {
   const std::lock_guard lock(mutex_);
@@ -246,8 +247,7 @@ void TransportsMeeting::gather() try {
   std::string own;
   for (const auto& [name, value] : values_)
     own += record(name, std::string(value.begin(), value.end()));
-  gathering_->bring(own);
-  for (const std::string& text : gathering_->texts()) {
+  for (const std::string& text : texts(own)) {
     std::string_view rest = text, name, value;
     while (take_record(rest, name, value)) values_[std::string(name)] = bytes_of(value);
   }
@@ -257,6 +257,12 @@ void TransportsMeeting::gather() try {
   failure_ = std::current_exception();
   gathered_ = true;
   changed_.notify_all();
+}
+
+std::vector<std::string> TransportsMeeting::texts(const std::string& own) {
+  if (exchange_) return exchange_(own);
+  gathering_->bring(own);
+  return gathering_->texts();
 }
 
 GatheringStore::GatheringStore(std::shared_ptr<TransportsMeeting> meeting, int transport)

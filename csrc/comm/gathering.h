@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -96,12 +97,16 @@ class Gathering {
 };
 
 // Transports that connect at the same time, each in a thread: what all of them set before they
-// first read is exchanged by one Gathering, which somebody else finishes.
+// first read is exchanged at once, by a Gathering, which somebody else finishes, or by `exchange`.
 //
 // Thread safety: a thread per transport.
 class TransportsMeeting final {
  public:
-  TransportsMeeting(std::shared_ptr<Gathering> gathering, int transports);
+  // From the text of this rank those of all, by rank.
+  using Exchange = std::function<std::vector<std::string>(const std::string&)>;
+
+  // `exchange`: instead of the gathering, which then only ends the wait; may be empty.
+  TransportsMeeting(std::shared_ptr<Gathering> gathering, int transports, Exchange exchange);
 
   void set(const std::string& key, const std::vector<uint8_t>& value);
   // Blocks, when a transport reads for the first time, until all of them do and all ranks have
@@ -110,9 +115,11 @@ class TransportsMeeting final {
 
  private:
   void gather();
+  std::vector<std::string> texts(const std::string& own);
 
   const std::shared_ptr<Gathering> gathering_;
   const int transports_;
+  const Exchange exchange_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::map<std::string, std::vector<uint8_t>> values_;

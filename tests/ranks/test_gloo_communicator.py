@@ -45,12 +45,13 @@ def connected(device_type, name="test"):
     """As a lane connects for tensors of that type, for which CPU tensors stand in."""
     store = dist.distributed_c10d._get_default_store()
     members = list(range(dist.get_world_size()))
-    connections = Connections(store, dist.get_rank(), members, training.TIMEOUT)
+    keys = dist.PrefixStore(name, store)
+    connections = Connections(keys, dist.get_rank(), members, training.TIMEOUT)
     return connections.connect(name, device_type)
 
 
 def loops_of_connections():
-    made = [connected("cpu"), connected("cpu")]
+    made = [connected("cpu"), connected("cpu", "again")]
     return len(made), thread_names().count("gloo_tcp_loop")
 
 

@@ -20,10 +20,15 @@ def meet(size, act):
     inner = dist.HashStore()
     stores = [CountingStore(inner) for _ in range(size)]
 
+    everyone = {}
+
     def run(rank):
-        act(Connections(stores[rank], rank, list(range(size)), TIMEOUT, node=rank))
+        connections = Connections(stores[rank], rank, list(range(size)), TIMEOUT, node=rank)
+        everyone[rank] = connections
+        act(connections)
 
     run_threads(size, run)
+    everyone[0].forget_left()
     assert inner.num_keys() == 0, inner.list_keys()
     return stores
 

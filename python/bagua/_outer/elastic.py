@@ -59,6 +59,7 @@ from bagua._core.state.initial_state import broadcast_optimizer, broadcast_tenso
 from bagua._outer.strategies import Elastic, FixedRanks
 
 if TYPE_CHECKING:
+    from bagua._core.group.connections import Connections
     from bagua._outer.loop import OuterLoop, OuterState
 
 #: Changes in a row that may fail before the training does.
@@ -269,7 +270,7 @@ class ElasticRanks(FixedRanks):
         if transfer is None:
             return
         self._engine = loop.engine
-        self._give_anchors(loop, transfer)
+        some = [self._group.admission, self._give_anchors(loop, transfer)]
         own, before = self._group.ranks[self._group.rank], self._before
         if own in transfer.joined:
             loop.take_anchors()
@@ -282,6 +283,8 @@ class ElasticRanks(FixedRanks):
         self.postponed = None if postponed < 0 else postponed
         agreed = f"anchors and momenta {loop.state.digest()}"
         self._group.connections.agree("their anchors", [agreed])
+        for connections in filter(None, some):
+            connections.forget_left()
         self._group.admission = None
 
     def _use_missed(self, before: OuterLoop, loop: OuterLoop, changed: int) -> None:
@@ -291,17 +294,19 @@ class ElasticRanks(FixedRanks):
             loop.state.rank_weights.settle(self._missed)
             loop.give_anchor(loop.state.fragments[self._missed], late=loop.overlaps)
 
-    def _give_anchors(self, loop: OuterLoop, transfer: StateTransfer) -> None:
+    def _give_anchors(self, loop: OuterLoop, transfer: StateTransfer) -> Connections | None:
+        """Returns the connections that it took."""
         joining = sorted(transfer.joined + transfer.behind)
         if not joining:
-            return
+            return None
         some = self._group.connect_some("outer", [transfer.source, *joining])
         if some is None:
-            return
+            return None
         with some.collective_phase(f"giving the anchor of rank {transfer.source}"):
             for fragment in loop.state.fragments:
                 broadcast_tensors(fragment.anchors, some)
                 broadcast_optimizer(fragment.optimizer, some)
+        return some
 
     def _warn(self, name: str, report: Report, change: Change) -> None:
         number = report["communications"] + 1

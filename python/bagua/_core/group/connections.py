@@ -44,6 +44,12 @@ _FAR_US = 5000
 #: Of a rank among so many: the ranks with which it exchanges messages, as they do with it.
 Peers = Callable[[int, int], AbstractSet[int]]
 
+#: The main thread's communicator of CPU tensors, over which all members then make a sum.
+_MAIN = "main/cpu"
+
+#: Where a transport listens, as its rank tells it to others.
+_MOST_ADDRESS_BYTES = 1024
+
 #: Open files that a transport takes beside its connections.
 _FILES_BESIDE = 8
 #: The least limit of open files that is proposed.
@@ -385,8 +391,7 @@ class Connections:
         if self.size > 1:
             with self.collective_phase(what):
                 self.main_communicator("cpu").all_reduce(values, op)
-            while self._left:  # all members have come here from them
-                self._left.pop().forget()
+            self.forget_left()  # from where all members have come here
         return [int(value) for value in values]
 
     def gather_numbers(self, what: str, own: int) -> list[int]:
@@ -656,18 +661,45 @@ class Connections:
     def _gloo(self, names: list[str], members: list[int], others: list[int]) -> list[Any]:
         """Backends of gloo under ``names``, connected to ``others`` at the same time."""
         rank, size, hopeless = members.index(self.rank), len(members), self.connecting()
-        beside = len(names) > 1  # a sum of all members follows, or a failure
+        direct = len(names) > 1 and size <= _C.MOST_RANKS_TOLD_DIRECTLY
+        sums_next = names[0] == _MAIN or len(names) > 1  # of all members, or a failure
         with self._met(f"{names[0]}/gloo", members) as meeting:
             try:
-                stores = meeting.stores(len(names))
+                most = _MOST_ADDRESS_BYTES * len(names)
+                exchange = partial(self._exchange_texts, most) if direct else None
+                stores = meeting.stores(len(names), exchange)
                 made = _gloo(stores, rank, size, others, self.timeout, hopeless)
             finally:
                 meeting.give_up("this rank connects no more")
-        if not beside:
+        if not direct and not sums_next:
             meeting.finish()
-        elif self.rank == 0:
-            self._left.append(meeting)
+        elif not direct:
+            self._leave(meeting)
         return made
+
+    def _leave(self, meeting: _C.Gathering) -> None:
+        """End a meeting of all members, whose keys a far rank would delete one round trip each."""
+        if self.rank == 0:
+            self._left.append(meeting)
+
+    def forget_left(self) -> None:
+        """Delete the keys of meetings, all of whose members are known to have left."""
+        while self._left:
+            self._left.pop().forget()
+
+    def _exchange_texts(self, most: int, own: bytes) -> list[bytes]:
+        """``own`` of each member, at most ``most`` bytes: by one message to each, not the store."""
+        if len(own) > most:
+            raise _C.BaguaError(f"rank {self.rank} listens at addresses of {len(own)} bytes")
+        others = [member for member in range(self.size) if member != self.rank]
+        records = list(torch.zeros(self.size, 8 + most, dtype=torch.uint8, device="cpu"))
+        records[self.rank][:8].view(torch.int64).fill_(len(own))
+        records[self.rank][8 : 8 + len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        sends = [(records[self.rank], other) for other in others]
+        self.main_communicator("cpu").exchange(sends, [(records[other], other) for other in others])
+        sizes = [int(record[:8].view(torch.int64)) for record in records]
+        texts = (record[8 : 8 + size] for record, size in zip(records, sizes, strict=True))
+        return [bytes(text.tolist()) for text in texts]
 
     def forget_unused(self) -> None:
         """Drop what was connected beside something else, and that nothing has asked for."""
@@ -713,7 +745,8 @@ class Connections:
             return [self._node]
         if self._nodes is None:
             with self._met("nodes", list(range(self.size)), self._meeting_of_nodes) as meeting:
-                texts = meeting.texts((patience or self.timeout).total_seconds())
+                texts = meeting.texts((patience or self.timeout).total_seconds(), finish=False)
+            self._leave(meeting)
             self._nodes = [number_in(text, "nodes", 2**31) for text in texts]
         return self._nodes
 

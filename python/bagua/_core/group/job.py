@@ -219,7 +219,9 @@ def _make_torch_group(
             ) from error
         sockets.keep_from_children()
         sockets.give_up_after(connections.timeout.total_seconds())
-        if connects and rank == 0:  # all have connected to it
+        if connects:  # each to all others, which have come to the meeting of nodes before
+            connections.node_of_ranks()
+        if connects and rank == 0:
             forget_places(store)
 
 

@@ -13,13 +13,11 @@ from collections.abc import Sequence
 from typing import Any, Literal, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from bagua import _C
 from bagua._core.group.connections import Connections
 from bagua._core.state.entries import (
     DTYPES,
-    PLAIN_DTYPES,
     Entry,
     Reader,
     UnknownNameError,
@@ -35,7 +33,7 @@ InitialState = Literal["all", "without buffers", "nothing"]
 #: Of a description, in the message that tells its length.
 _BYTES_BESIDE_LENGTH = 4088
 
-#: Tensors are joined into messages of at most this many bytes.
+#: Tensors are joined into messages that end with the tensor that reaches so many bytes.
 _MESSAGE_BYTES = 32 * 1024**2
 
 
@@ -52,30 +50,28 @@ _MOST_DIMENSIONS = 64
 def broadcast_tensors(
     tensors: Sequence[torch.Tensor], connections: Connections, source: int = 0
 ) -> None:
-    """Overwrite ``tensors`` with those of rank ``source``, joined by dtype and device."""
+    """Overwrite ``tensors`` with those of rank ``source``, joined by device."""
     if connections.size == 1:
         return
     with torch.no_grad():
         for group in _messages(tensors):
             communicator = connections.main_communicator(group[0].device)
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-            communicator.broadcast(_as_sent(flat), source)
+            flat = torch.cat([_as_bytes(tensor) for tensor in group])
+            communicator.broadcast(flat, source)
             if communicator.rank == source:
                 continue
-            parts = torch.split(flat, [tensor.numel() for tensor in group])
-            of_tensors = [p.view(t.shape) for t, p in zip(group, parts, strict=True)]
-            if flat.is_complex():  # a list cannot be copied into conjugated views
-                for tensor, part in zip(group, of_tensors, strict=True):
+            parts = torch.split(flat, [tensor.nbytes for tensor in group])
+            theirs = [p.view(t.dtype).view(t.shape) for t, p in zip(group, parts, strict=True)]
+            if any(tensor.is_complex() for tensor in group):  # a list has no conjugated views
+                for tensor, part in zip(group, theirs, strict=True):
                     tensor.copy_(part)
             else:
-                torch._foreach_copy_(group, of_tensors)
+                torch._foreach_copy_(group, theirs)
 
 
-def _as_sent(flat: torch.Tensor) -> torch.Tensor:
-    """The same memory in a dtype that transports know: pairs of reals, or bytes."""
-    if flat.is_complex():
-        return torch.view_as_real(flat)
-    return flat if flat.dtype in PLAIN_DTYPES else flat.view(torch.uint8)
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().reshape(-1)
+    return flat.resolve_conj().resolve_neg().view(torch.uint8)
 
 
 def broadcast_state(
@@ -88,20 +84,25 @@ def broadcast_state(
 
     A ``ZeroRedundancyOptimizer`` keeps its own state: each rank has that of other parameters.
     """
+    own = [o for o in optimizers if all(k.__name__ != _SHARDED for k in type(o).__mro__)]
     with connections.collective_phase(f"giving rank {source}'s state to all ranks"):
-        broadcast_tensors(tensors, connections, source)
-        for optimizer in optimizers:
-            if all(owner.__name__ != _SHARDED for owner in type(optimizer).__mro__):
-                broadcast_optimizer(optimizer, connections, source)
+        _broadcast_all(tensors, own, connections, source)
 
 
 def _messages(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    filled = [tensor for tensor in tensors if tensor.numel() > 0]
-    if not filled:
-        return []
-    limits = [_MESSAGE_BYTES]
-    groups, _ = dist._compute_bucket_assignment_by_size(filled, limits)  # type: ignore[attr-defined]
-    return [[filled[number] for number in group] for group in groups]
+    """Tensors of one device each, those of large elements first: views of the bytes are aligned."""
+    messages: list[list[torch.Tensor]] = []
+    open_ones: dict[torch.device, tuple[list[torch.Tensor], int]] = {}
+    for tensor in sorted(tensors, key=lambda tensor: -tensor.element_size()):
+        if tensor.numel() == 0:
+            continue
+        message, size = open_ones.get(tensor.device, ([], 0))
+        if not message:
+            messages.append(message)
+        message.append(tensor)
+        size += tensor.nbytes
+        open_ones[tensor.device] = (message, size) if size < _MESSAGE_BYTES else ([], 0)
+    return messages
 
 
 def broadcast_optimizer(
@@ -113,23 +114,30 @@ def broadcast_optimizer(
     TypeError on every rank where ``source`` has neither tensors nor plain data; BaguaMismatchError,
     with nothing changed, where the message describes no optimizer of these parameters.
     """
+    _broadcast_all([], [optimizer], connections, source)
+
+
+def _broadcast_all(
+    tensors: Sequence[torch.Tensor],
+    optimizers: Sequence[torch.optim.Optimizer],
+    connections: Connections,
+    source: int,
+) -> None:
     if connections.size == 1:
         return
-    # 1. The description, as text.
-    problem: TypeError | None = None
-    text, tensors = "", list[torch.Tensor]()
-    try:
-        text, tensors = describe_optimizer(optimizer)
-    except TypeError as error:
-        problem = error
-    received = _broadcast_text(text, problem, most_text_bytes(optimizer), connections, source)
-    states, others, groups, reader = read_description(received, optimizer)
-    # 2. A place for every tensor.
-    if connections.main_communicator("cpu").rank != source:
-        _fill(optimizer, states, others, groups, reader)
-        tensors = reader.tensors
-    # 3. Their values.
-    broadcast_tensors(tensors, connections, source)
+    # 1. The descriptions, as text, whose beginnings travel with the tensors.
+    texts = [_Text(optimizer) for optimizer in optimizers]
+    broadcast_tensors([*tensors, *(text.head for text in texts)], connections, source)
+    for optimizer, text in zip(optimizers, texts, strict=True):
+        received = text.broadcast_rest(most_text_bytes(optimizer), connections, source)
+        states, others, groups, reader = read_description(received, optimizer)
+        # 2. A place for every tensor.
+        held = text.tensors
+        if connections.main_communicator("cpu").rank != source:
+            _fill(optimizer, states, others, groups, reader)
+            held = reader.tensors
+        # 3. Their values.
+        broadcast_tensors(held, connections, source)
 
 
 def _fill(
@@ -161,42 +169,50 @@ def _fill_all(owner: dict[Any, Any], entry: Entry, reader: _Reader) -> None:
     reader.fill(owner, entry, owner)
 
 
-def _broadcast_text(
-    text: str, problem: TypeError | None, most: int, connections: Connections, source: int
-) -> bytes:
-    """The text of ``source``, whose ``problem`` is that there is none; at most ``most`` bytes."""
-    communicator = connections.main_communicator("cpu")
-    # Memory of torch's own: gloo's thread may be the last to let go of it, which would need the GIL
-    # while destroying the group waits for that thread with it.
-    data = torch.zeros(1, dtype=torch.uint8, device="cpu")
-    if problem is None:
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone()
-    # Most texts are short, and one message is half the time of two.
-    head = torch.zeros(8 + _BYTES_BESIDE_LENGTH, dtype=torch.uint8, device="cpu")
-    length, beside = head[:8].view(torch.int64), head[8:]
-    length[0] = -1 if problem else data.numel()
-    beside[: data.numel()] = data[: beside.numel()]
-    communicator.broadcast(head, source)
-    count = int(length)
-    if count == -1:
-        raise problem or TypeError(
-            f"an optimizer of rank {source} has an entry that cannot be sent, and rank {source} "
-            "says which"
-        )
-    if not 0 < count <= most:
-        raise _C.BaguaMismatchError(
-            f"rank {source} describes an optimizer's state in {count} bytes, where at most {most} "
-            "are possible for the parameters of this rank's optimizer. Give with_bagua the same "
-            "optimizers of the same parameters on every rank."
-        )
-    if communicator.rank != source:
-        data = torch.zeros(count, dtype=torch.uint8, device="cpu")
-        data[: beside.numel()] = beside[:count]
-    if count > beside.numel():
-        communicator.broadcast(data[beside.numel() :], source)
-    received = bytearray(count)
-    torch.frombuffer(received, dtype=torch.uint8).copy_(data)
-    return bytes(received)
+class _Text:
+    """A description of an optimizer. Its head, which has the length, is broadcast before the rest.
+
+    Most texts are short, and one message is half the time of two.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.problem: TypeError | None = None  # why there is none
+        self.tensors = list[torch.Tensor]()
+        # Memory of torch's own: gloo's thread may be the last to let go of it, which would need the
+        # GIL while destroying the group waits for that thread with it.
+        self._data = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        try:
+            text, self.tensors = describe_optimizer(optimizer)
+            self._data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone()
+        except TypeError as error:
+            self.problem = error
+        self.head = torch.zeros(8 + _BYTES_BESIDE_LENGTH, dtype=torch.uint8, device="cpu")
+        self.head[:8].view(torch.int64)[0] = -1 if self.problem else self._data.numel()
+        self.head[8:][: self._data.numel()] = self._data[:_BYTES_BESIDE_LENGTH]
+
+    def broadcast_rest(self, most: int, connections: Connections, source: int) -> bytes:
+        """The text of ``source``, at most ``most`` bytes, whose head was broadcast."""
+        communicator = connections.main_communicator("cpu")
+        count, beside, data = int(self.head[:8].view(torch.int64)), self.head[8:], self._data
+        if count == -1:
+            raise self.problem or TypeError(
+                f"an optimizer of rank {source} has an entry that cannot be sent, and rank "
+                f"{source} says which"
+            )
+        if not 0 < count <= most:
+            raise _C.BaguaMismatchError(
+                f"rank {source} describes an optimizer's state in {count} bytes, where at most "
+                f"{most} are possible for the parameters of this rank's optimizer. Give with_bagua "
+                "the same optimizers of the same parameters on every rank."
+            )
+        if communicator.rank != source:
+            data = torch.zeros(count, dtype=torch.uint8, device="cpu")
+            data[: beside.numel()] = beside[:count]
+        if count > beside.numel():
+            communicator.broadcast(data[beside.numel() :], source)
+        received = bytearray(count)
+        torch.frombuffer(received, dtype=torch.uint8).copy_(data)
+        return bytes(received)
 
 
 # The text, and its checks.
