@@ -2,6 +2,7 @@
 
 import os
 from datetime import timedelta
+from unittest import mock
 
 import bagua.torch_api as bagua
 import pytest
@@ -172,6 +173,24 @@ def test_islands_of_different_sizes_are_refused(ranks):
     assert any(errors)
     for error, own, other in zip(errors, (2, 2, 1), (1, 1, 2), strict=True):
         assert not error or f"has {own} ranks, others have {other}" in error
+
+
+def connect_beside_a_stranger(address):
+    """Somebody has written what islands write, with escapes and too long."""
+    ask = dist.PrefixStore.compare_set
+
+    def answer(store, key, *texts):
+        return b"\x1b[31m" * 10**6 if key == "ranks" else ask(store, key, *texts)
+
+    with mock.patch.object(dist.PrefixStore, "compare_set", answer):
+        return connect(address)
+
+
+def test_a_strangers_number_of_ranks_is_refused_with_its_key(ranks):
+    for error in on_islands(ranks, (1, 1), connect_beside_a_stranger):
+        assert "under 'ranks', which is no number" in error
+        assert "\x1b" not in error
+        assert len(error) < 500
 
 
 #: The store's address, or None for one that is there, the island, and a part of what is said.

@@ -46,6 +46,7 @@ from bagua._core.group.rendezvous import (
     connect_store,
     count_visits,
     keep_connections,
+    number_in,
     refuse_stale_addresses,
     rendezvous,
 )
@@ -404,8 +405,8 @@ def connect_islands(
         "connecting the islands", _C.ReduceOp.MAX, int(comes_back), *divmod(name, 2**32)
     )
     everyone = c10d.PrefixStore(f"bagua/{high * 2**32 + low:016x}/{_ISLANDS}", keys)
-    size = everyone.compare_set("ranks", "", str(inside.size)).decode()
-    if size != str(inside.size):
+    size = number_in(everyone.compare_set("ranks", "", str(inside.size)), "ranks", 1 << 31)
+    if size != inside.size:
         raise ValueError(
             f"connect_islands: island {island} has {inside.size} ranks, others have {size}. Each "
             "rank meets that of its number in other islands: give all equally many"
