@@ -1,6 +1,7 @@
 """Islands that meet in a mailbox. Where one process has several they take turns."""
 
 import contextlib
+import errno
 import gc
 import io
 import os
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from bagua import BaguaError, BaguaMismatchError, BaguaTimeoutError
 from bagua.__main__ import main
 from bagua._outer import leaving
-from bagua._outer.mailbox import box, claims
+from bagua._outer.mailbox import bodies, box, claims
 from bagua._outer.mailbox.letters import Contribution
 from bagua.torch_api.algorithms import DiLoCoAlgorithm, Mailbox, OuterSGD
 from oracle.mailbox import Islands
@@ -534,6 +535,73 @@ def on_a_full_disk(folder):
 
 def test_puts_that_fail_for_a_while_are_tried_again(ranks, tmp_path):
     assert ranks(1, on_a_full_disk, str(tmp_path)) == [(0, 2)]
+
+
+@training.with_group
+def in_a_read_only_folder(folder):
+    """Errors of an island that begins in such a folder, and of one whose folder becomes one."""
+    briefly()
+    model, optimizer = island(folder, "oslo")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "mkdir", read_only)
+        patch.setattr(os, "link", read_only)
+        begins = training.error_of(lambda: island(f"{folder}/new", "paris"))
+        becomes = training.error_of(lambda: train(model, optimizer, range(2)))
+    return begins, becomes
+
+
+def read_only(*_, **__):
+    """As a file system that is mounted read-only."""
+    raise OSError(errno.EROFS, "Read-only file system")
+
+
+def test_a_read_only_folder_is_an_error_with_the_remedy(ranks, tmp_path):
+    ((begins, becomes),) = ranks(1, in_a_read_only_folder, str(tmp_path))
+    assert begins.startswith(f"BaguaError: mailbox {tmp_path}/new: it cannot be reached or written")
+    assert "Give this island the right to write there" in begins
+    assert "failed for 3 s (OSError: [Errno 30] Read-only file system)" in becomes
+    assert "See that it exists, has room and may be written" in becomes
+
+
+@training.with_group
+def bytes_of_rounds(folder):
+    """Files of contributions that each of three islands has read and written, and their sizes."""
+    own = {"quorum": 3, "keep": 100}
+    shared = {"mailbox": own, "codec": "int4_block", "overlap_steps": 1}
+    made = [island(folder, name, **shared) for name in NAMES]
+    payload = sum(bodies.body_bytes(bucket) for bucket in made[0][0].bagua_algorithm._loop.buckets)
+    calls = [counted_calls(model.bagua_algorithm._ranks._post.box.place) for model, _ in made]
+    for step in range(7):
+        for name, each in zip(NAMES, made, strict=True):
+            train(*each, range(step, step + 1), len(name))
+    return payload, calls
+
+
+def counted_calls(place):
+    """(call, name of a contribution, bytes) of a place from now on."""
+    calls, read, create = [], place.read, place.create
+
+    def reads(name, most):
+        data = read(name, most)
+        if "/from-" in name:
+            calls.append(("read", name.partition("/from-")[2].partition("-")[0], len(data)))
+        return data
+
+    def creates(name, data):
+        if "/from-" in name:
+            calls.append(("create", name.partition("/from-")[2].partition("-")[0], len(data)))
+        return create(name, data)
+
+    place.read, place.create = reads, creates
+    return calls
+
+
+def test_an_island_sends_its_part_of_a_round_once_and_reads_each_other_once(ranks, tmp_path):
+    ((payload, calls),) = ranks(1, bytes_of_rounds, str(tmp_path))
+    for name, own in zip(NAMES, calls, strict=True):
+        expected = [("create", name)] + [("read", other) for other in NAMES if other != name]
+        assert sorted(each[:2] for each in own) == sorted(expected * 3)
+        assert all(payload <= size <= payload + 1024 for *_, size in own)
 
 
 @training.with_group

@@ -43,7 +43,7 @@ from bagua._outer.mailbox.island import Inside
 from bagua._outer.mailbox.letters import Contribution
 from bagua._outer.mailbox.patience import Job, Patience
 from bagua._outer.mailbox.post import Anchor, Overtaken, Post, Result, digest_before
-from bagua._outer.mailbox.store import place_at
+from bagua._outer.mailbox.store import place_at, public, without_credentials
 from bagua._outer.strategies import FixedRanks, RankWeights
 from bagua._sync.engine import describe
 
@@ -128,7 +128,14 @@ class MailboxRanks(FixedRanks):
     def _enter(self, loop: OuterLoop) -> Post:
         """Begin or join the run, under this island's name."""
         own = self._mailbox
-        place = place_at(own.url, own.island)
+        try:
+            place = place_at(own.url, own.island)
+        except OSError as error:
+            why = without_credentials(f"{type(error).__name__}: {error}", own.url)
+            raise _C.BaguaError(
+                f"mailbox {public(own.url)}: it cannot be reached or written ({why}). Give this "
+                "island the right to write there, or another URL to all."
+            ) from None
         bodies = [0] * len(loop.state.fragments)
         for bucket in loop.buckets:
             bodies[bucket.part] += body_bytes(bucket)
