@@ -47,6 +47,28 @@ def test_a_meeting_asks_the_store_for_as_much_with_many_ranks_as_with_two():
             assert store.longest < 100, "keys that list ranks"
 
 
+def test_a_rank_that_waits_long_asks_instead_of_waits_that_time_out():
+    """Torch warns of each of those, in two lines."""
+    inner = dist.HashStore()
+    stores = [CountingStore(inner) for _ in range(2)]
+    asked = threading.Event()
+
+    def check(keys, ask=stores[0].check):
+        if stores[0].requests["check"] > 2:
+            asked.set()
+        return ask(keys)
+
+    stores[0].check = check
+
+    def run(rank):
+        connections = Connections(stores[rank], rank, [0, 1], TIMEOUT, node=rank)
+        assert rank == 0 or asked.wait(60.0)
+        assert connections._gather("words", [0, 1], str(rank)) == [b"0", b"1"]
+
+    run_threads(2, run)
+    assert stores[0].requests["wait"] == 1
+
+
 def test_connections_of_gloo_ask_for_no_key_of_each_rank():
     def act(connections):
         ones = torch.ones(1)
