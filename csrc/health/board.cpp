@@ -19,6 +19,8 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr const char* kNewsKey = "news";
+// Time between two looks at the news: beside heartbeats, fewer than two requests a second.
+constexpr milliseconds kBetweenQuestions(600);
 // Positions of seats that have failed and are gone, the last ones.
 constexpr size_t kMostFailed = 8;
 // More patience for an answer with the heartbeats of all ranks, for which all may ask at a time.
@@ -353,7 +355,7 @@ void Board::place(std::shared_ptr<const Seat> seat) {
       kBetweenNews);
   if (!asks) return;
   asks_.repeat(State::noted(state_, [state = state_](c10d::Store& store) { state->watch(store); }),
-               kBetweenNews);
+               kBetweenQuestions);
 }
 
 void Board::remove(const std::string& seat) noexcept {

@@ -17,7 +17,7 @@
 
 namespace bagua {
 
-// Time between two heartbeats, and between two looks at the news while a rank waits: a step that is
+// Time between two heartbeats; looks at the news while a rank waits are rarer. A step that is
 // merely slow must not load the store.
 inline constexpr std::chrono::milliseconds kBetweenNews(500);
 // Minimum time between two snapshots, of which a lost rank has the same heartbeat in both: two
@@ -62,7 +62,7 @@ struct Seat {
 // that beats, and one that asks, each with a thread that is made when it is needed.
 //
 // Costs: a request without an answer per heartbeat; while a seat with `on_news` waits, one answer
-// more, a number, at each kBetweenNews; a look at all heartbeats takes three round trips, whatever
+// more, a number, less often; a look at all heartbeats takes three round trips, whatever
 // the number of ranks, once each of them has written one. Keys: "beat/<rank>", which is
 // overwritten, and "news", which counts.
 // Thread safety: all methods. Ownership: of two clones of the store; seats are removed before what

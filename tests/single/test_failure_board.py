@@ -15,7 +15,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 from bagua import _C
-from support.processes.thread_names import thread_names
+from support.processes.thread_names import threads
 from support.threads.thread_ranks import run_threads
 
 NOBODY = "No rank is silent, behind or ahead."
@@ -175,7 +175,8 @@ class Counting(dist.Store):
 
 
 def threads_of_boards():
-    return sum(name in ("bagua-beats", "bagua-asks") for name in thread_names())
+    """Their numbers: boards of other tests may end meanwhile."""
+    return {number for number, name in threads().items() if name in ("bagua-beats", "bagua-asks")}
 
 
 def test_a_group_has_one_board_whatever_seats_and_ranks_there_are():
@@ -191,11 +192,11 @@ def test_a_group_has_one_board_whatever_seats_and_ranks_there_are():
     time.sleep(0.3)
     store.requests.clear()
     time.sleep(2.0)
-    # A heartbeat and a look at the count of the news, twice a second.
+    # A heartbeat twice a second, a look at the count of the news less often.
     assert 3 <= store.requests["set"] <= 5
-    assert 3 <= store.requests["add"] <= 5
-    assert store.requests.total() <= 10
-    assert threads_of_boards() - before == 2
+    assert 2 <= store.requests["add"] <= 4
+    assert store.requests.total() <= 9
+    assert len(threads_of_boards() - before) == 2
     assert store.clones <= 2
     keys = store.inner.num_keys()
     store.requests.clear()
