@@ -31,8 +31,6 @@ constexpr milliseconds kFirstLook(10000);
 // A transport that has failed has closed its sockets: what they told is repeated for so long.
 constexpr milliseconds kTold(10000);
 
-std::string beat_key(int rank) { return concat("beat/", rank); }
-
 // Puts one request, which has its own patience; false: no answer.
 using Answer = std::function<bool(StoreWorker::Question)>;
 

@@ -64,7 +64,7 @@ struct Seat {
 // Costs: a request without an answer per heartbeat; while a seat with `on_news` waits, one answer
 // more, a number, less often; a look at all heartbeats takes three round trips, whatever
 // the number of ranks, once each of them has written one. Keys: "beat/<rank>", which is
-// overwritten, and "news", which counts.
+// overwritten, and "news", which counts; "silent" where many have looked for a lost rank.
 // Thread safety: all methods. Ownership: of two clones of the store; seats are removed before what
 // they call is gone. May fail: never; what a store that does not answer leaves out is done when it
 // answers again.

@@ -11,6 +11,7 @@
 #include "base/check.h"
 #include "health/sanitize.h"
 #include "health/store_is_silent.h"
+#include "health/verdict.h"
 
 namespace bagua {
 namespace {
@@ -130,6 +131,7 @@ struct FailureBoard::Shared {
   std::optional<std::string> failed_then, exits_then;
 
   int size() const { return static_cast<int>(options.members.size()); }
+  Looker looker() const { return {.seat = options.name, .members = options.members, .rank = rank}; }
   Member member(int64_t round) const { return {.rank = rank, .size = size(), .round = round}; }
   std::string failed() const { return prefix + "failed"; }  // "!3: reason" of the first rank
   std::string exits() const { return prefix + "exits"; }    // "0 12 3 7 ": ranks and their rounds
@@ -256,7 +258,7 @@ void FailureBoard::beat(std::function<std::optional<Whereabouts>()> where, OnNew
   board_->place(std::make_shared<const Seat>(
       Seat{.title = options.title,
            .unit = options.unit,
-           .looker = {.seat = options.name, .members = options.members, .rank = shared_->rank},
+           .looker = shared_->looker(),
            .where = std::move(where),
            .on_news = std::move(on_news),
            .on_never = std::move(on_never),
@@ -269,16 +271,23 @@ void FailureBoard::beat(std::function<std::optional<Whereabouts>()> where, OnNew
 std::shared_ptr<const Snapshot> FailureBoard::look() noexcept { return board_->look(); }
 
 OtherRanks FailureBoard::others(const Position& here) noexcept {
+  Verdict verdict;
+  if (board_->size() > kMostLooking) verdict = await_verdict(*board_);
+  if (verdict.silent) {
+    OtherRanks silent = where_silent_are(*verdict.silent, shared_->looker(), here);
+    if (!silent.causes.empty()) return silent;
+  }
   const auto before = look();
   if (before) std::this_thread::sleep_for(kBetweenLooks);
-  return compare(before, before ? look() : nullptr, here);
+  const auto after = before ? look() : nullptr;
+  if (verdict.for_all) write_verdict(*board_, before, after);
+  return compare(before, after, here);
 }
 
 OtherRanks FailureBoard::compare(const std::shared_ptr<const Snapshot>& before,
                                  const std::shared_ptr<const Snapshot>& after,
                                  const Position& here) const {
-  const SeatOptions& options = shared_->options;
-  const Looker me{.seat = options.name, .members = options.members, .rank = shared_->rank};
+  const Looker me = shared_->looker();
   if (before && after) return where_others_are(*before, *after, me, here);
   std::vector<std::string> lost;
   if (before) lost = lost_paths(*before, me);

@@ -225,6 +225,8 @@ std::vector<std::string> lost_paths(const Snapshot& seen, const Looker& me) {
   return lost;
 }
 
+std::string beat_key(int rank) { return concat("beat/", rank); }
+
 const SeatPosition* Heartbeat::at(const std::string& seat) const {
   for (const SeatPosition& one : positions) {
     if (one.seat == seat) return &one;
@@ -311,6 +313,18 @@ OtherRanks where_others_are(const Snapshot& before, const Snapshot& after, const
           .present = present,
           .failed = failed,
           .nobody = "No rank is silent, behind or ahead."};
+}
+
+OtherRanks where_silent_are(const Snapshot& silent, const Looker& me, const Position& here) {
+  OtherRanks others;
+  for (size_t other = 0; other < me.members.size(); ++other) {
+    const Seen& beat = silent.beats.at(me.members[other]);
+    if (static_cast<int>(other) == me.rank || !beat) continue;
+    const SeatPosition* position = beat->at(me.seat);
+    if (position && position->failed) continue;
+    others.causes.push_back(concat("rank ", other, what_is_wrong(beat, beat, me, here)));
+  }
+  return others;
 }
 
 std::string in_words(const OtherRanks& others) {

@@ -48,6 +48,9 @@ inline constexpr size_t kMostBeatBytes = 2048;
 std::string heartbeat_text(const Heartbeat& beat);
 std::optional<Heartbeat> parse_heartbeat(std::string_view written);
 
+// The key of a rank's heartbeat.
+std::string beat_key(int rank);
+
 // All heartbeats at one moment.
 struct Snapshot {
   std::vector<std::optional<Heartbeat>> beats;  // by rank of the group
@@ -89,6 +92,10 @@ std::vector<std::string> lost_paths(const Snapshot& seen, const Looker& me);
 // Compares two snapshots that are more than a heartbeat apart, for a rank that is at `here`.
 OtherRanks where_others_are(const Snapshot& before, const Snapshot& after, const Looker& me,
                             const Position& here);
+
+// The members that are in `silent`, the heartbeats of ranks that have not beaten for a while.
+// Nothing is said of the others.
+OtherRanks where_silent_are(const Snapshot& silent, const Looker& me, const Position& here);
 
 // All of it in one sentence, for a rank that has not failed.
 std::string in_words(const OtherRanks& others);

@@ -237,6 +237,75 @@ def test_failures_of_a_seat_that_counts_by_rounds_are_forgotten_with_the_round()
     assert store.num_keys() == 4  # two heartbeats, the count of news, the last failure
 
 
+def until(condition):
+    deadline = time.monotonic() + 20.0
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+MANY, DEAD = 80, 79
+LOST = (
+    f"rank {DEAD} was killed, stopped or cut off, or left by os._exit(): silent for over a second, "
+    "last in round 5 (waiting)"
+)
+
+
+def many_waiting():
+    """Seats of three of many ranks, of which the last one is dead, and the others have exited."""
+    store = Counting(dist.HashStore())
+    store.inner.set(f"beat/{DEAD}", "12\nwrap1 5 1 waiting")
+    for rank in range(3, DEAD):
+        store.inner.set(f"beat/{rank}", "7\nexited")
+    seats = [_C.Board(store, rank, MANY).seat("wrap1", list(range(MANY))) for rank in range(3)]
+    for seat in seats:
+        seat.beat(5, "waiting", waits=True)
+    until(lambda: store.inner.check([f"beat/{rank}" for rank in range(MANY)]))
+    asked, multi_get = [], store.multi_get
+    store.multi_get = lambda keys: asked.append(len(keys)) or multi_get(keys)
+    return store, seats, asked
+
+
+def test_one_of_many_ranks_looks_for_a_lost_one_and_the_others_take_its_verdict():
+    store, seats, asked = many_waiting()
+    assert LOST in seats[0].survey(5)
+    assert store.inner.get("silent") == f"= {DEAD} 12".encode()
+    assert asked == [MANY, MANY]
+    assert seats[1].survey(5) == f"Where the others are: {LOST}."
+    assert asked == [MANY, MANY, 1], "the heartbeat that is named"
+
+
+def test_a_rank_waits_for_the_verdict_of_the_one_that_looks():
+    store, seats, _ = many_waiting()
+    store.inner.set("silent", "?0")
+    seen = []
+    survey = threading.Thread(target=lambda: seen.append(seats[1].survey(5)))
+    survey.start()
+    until(lambda: store.requests["compare_set"] > 0)
+    store.inner.set("silent", f"= {DEAD} 12")
+    survey.join()
+    assert LOST in seen[0]
+
+
+def test_a_verdict_is_not_taken_of_a_rank_that_beats_nor_waited_for_without_an_end():
+    store, seats, asked = many_waiting()
+    # Old, of one that has exited, of this rank, of none, of no form.
+    store.inner.set("silent", f"= {DEAD} 11 4 7 0 1 99 1 -1 x")
+    assert LOST in seats[0].survey(5)
+    assert asked[-2:] == [MANY, MANY]
+    store.inner.set("silent", "?7")  # which was killed as it looked
+    assert LOST in seats[0].survey(5)
+    assert store.inner.get("silent") == f"= {DEAD} 12".encode()
+
+
+def test_ranks_look_again_where_the_one_that_looked_found_nobody_silent():
+    store, seats, asked = many_waiting()
+    store.inner.set("silent", "=")
+    assert LOST in seats[2].survey(5)
+    assert asked == [MANY, MANY]
+    assert store.inner.get("silent") == f"= {DEAD} 12".encode()
+
+
 def group_of_two(store, reports, after=0.1):
     """A seat of a lane and one of calls, of both ranks of a group."""
     result = []
