@@ -12,6 +12,7 @@
 #include "base/drop.h"
 #include "base/own_sockets.h"
 #include "health/store_is_silent.h"
+#include "health/verdict.h"
 
 namespace bagua {
 namespace {
@@ -19,6 +20,8 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr const char* kNewsKey = "news";
+// Added to the count of news for each rank that has left: more than there are publications.
+constexpr int64_t kOneLeft = int64_t{1} << 40;
 // Time between two looks at the news: beside heartbeats, fewer than two requests a second.
 constexpr milliseconds kBetweenQuestions(600);
 // Positions of seats that have failed and are gone, the last ones.
@@ -96,6 +99,7 @@ struct Board::State {
 
   std::mutex writing;  // one heartbeat after the other
   int64_t number = 0;
+  bool silent = false;  // the last heartbeat is written
 
   std::map<std::string, Wait> waits;        // of the thread that asks
   std::map<std::string, Wait> muted_waits;  // of the thread that beats
@@ -106,6 +110,9 @@ struct Board::State {
   std::string lost_paths() const;
   SeatPosition position(const Seat& seat, const Whereabouts& here) const;
   void beat(c10d::Store& store);
+  // Writes the last heartbeat, and counts it; nobody reads the keys of a group without ranks.
+  // `count`: 0, or how much the group had published then.
+  void leave(c10d::Store& store, int64_t& count);
   std::shared_ptr<const Snapshot> look(const Answer& answer);
   void watch(c10d::Store& store);
   void tell_silence();
@@ -181,6 +188,7 @@ Heartbeat Board::State::positions() {
 
 void Board::State::beat(c10d::Store& store) {
   const std::lock_guard lock(writing);
+  if (silent) return;
   Heartbeat now = positions();
   const auto waits = [](const SeatPosition& one) { return one.where.waits; };
   if (std::any_of(now.positions.begin(), now.positions.end(), waits)) look_at_paths();
@@ -188,6 +196,19 @@ void Board::State::beat(c10d::Store& store) {
   if (now.positions.empty() && !now.exited && !named) return;
   now.number = ++number;
   store.set(beat_key(rank), heartbeat_text(now));
+}
+
+void Board::State::leave(c10d::Store& store, int64_t& count) {
+  beat(store);
+  {
+    const std::lock_guard lock(writing);
+    silent = true;
+  }
+  if (count == 0) count = store.add(kNewsKey, 1 + kOneLeft);
+  if (count / kOneLeft != size) return;
+  store.deleteKey(kNewsKey);
+  store.deleteKey(kVerdictKey);
+  for (int other = 0; other < size; ++other) store.deleteKey(beat_key(other));
 }
 
 // 1. Which ranks have ever beaten, 2. all of their heartbeats.
@@ -385,15 +406,16 @@ StoreWorker::Question Board::beat_now() const {
 
 void Board::count_news(c10d::Store& store) { store.add(kNewsKey, 1); }
 
+// Over the connection of earlier heartbeats, which then come before it. A question that failed is
+// put once more.
 void Board::leave() noexcept {
   {
     const std::lock_guard lock(state_->mutex);
-    state_->exited = true;
+    if (std::exchange(state_->exited, true)) return;
   }
-  ask([state = state_](c10d::Store& store) {
-    state->beat(store);
-    count_news(store);
-  });
+  const auto count = std::make_shared<int64_t>(0);
+  beats_.ask([state = state_, count](c10d::Store& store) { state->leave(store, *count); },
+             kPatience);
 }
 
 bool Board::ask(StoreWorker::Question question) noexcept {

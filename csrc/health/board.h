@@ -95,7 +95,8 @@ class Board final {
   // Counts what was published: waiting ranks look at the news of their seats.
   static void count_news(c10d::Store& store);
 
-  // This rank exits: the last heartbeat says so.
+  // This rank exits: the last heartbeat says so. The last rank to leave deletes the group's keys,
+  // unless its process ends before that.
   void leave() noexcept;
 
   // Puts a question, and waits for the answer for kPatience.

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import time
 
 import bagua.torch_api as bagua
 import pytest
@@ -150,3 +151,33 @@ def test_steps_rounds_calls_and_wraps_leave_no_more_keys_when_there_are_many(ran
     for found in ranks(2, counted, str(tmp_path), timeout=200.0):
         for name, (few, many) in found.items():
             assert len(many) <= len(few), (name, sorted({*many} - {*few}))
+
+
+def started():
+    """Keys of boards that some starts over torch's group have left."""
+    store = dist.distributed_c10d._get_default_store()
+    for _ in range(2):
+        bagua.init_process_group()
+        wrapped("bytegrad")()
+        bagua.communication.new_group([0, 1])
+        gc.collect()
+        boards = {key.rpartition("/beat/")[0] for key in store.list_keys() if "/beat/" in key}
+        dist.barrier()
+        bagua.destroy_process_group()
+        dist.barrier()
+        deadline = time.monotonic() + 20.0
+        while (left := keys_of(store, boards)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        dist.barrier()
+    return boards, left
+
+
+def keys_of(store, boards):
+    kinds = "/beat/", "/news"
+    return [key for key in store.list_keys() for kind in kinds if key.rpartition(kind)[0] in boards]
+
+
+def test_groups_that_all_ranks_have_left_leave_no_heartbeats(ranks):
+    for boards, left in ranks(2, started):
+        assert boards
+        assert not left

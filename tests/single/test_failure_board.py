@@ -244,6 +244,21 @@ def until(condition):
     assert condition()
 
 
+def test_the_last_rank_to_leave_takes_the_keys_of_the_group_with_it():
+    store = dist.HashStore()
+    boards = [_C.Board(store, rank, 3) for rank in range(3)]
+    seats = [board.seat("wrap1", [0, 1, 2]) for board in boards]
+    for seat in seats:
+        seat.beat(3, "between two rounds")
+    until(lambda: store.check([f"beat/{rank}" for rank in range(3)]))
+    for board, seat in zip(boards, seats, strict=True):
+        assert store.check([f"beat/{rank}" for rank in range(3)])
+        seat.publish_exit(3)
+        board.leave()
+        board.leave()  # counts once
+    until(lambda: not store.num_keys())
+
+
 MANY, DEAD = 80, 79
 LOST = (
     f"rank {DEAD} was killed, stopped or cut off, or left by os._exit(): silent for over a second, "
