@@ -18,7 +18,7 @@ struct Field {
 
 constexpr std::array<Field, 5> kFields{{
     {[](const AgreementRecord& r) { return r.incarnation; }, "incarnation of the run",
-     "a rank of an earlier run or of an earlier with_bagua takes part; restart all ranks"},
+     "a rank of an earlier run or of an earlier bagua.wrap takes part; restart all ranks"},
     {[](const AgreementRecord& r) { return r.fingerprint; }, "bucket plan",
      "ranks run another model, algorithm, codec or bucket size; make them equal and restart"},
     {[](const AgreementRecord& r) { return r.round; }, "number of synchronising steps",

@@ -413,7 +413,7 @@ void Engine::begin_round(const RoundOpening& opening) {
         concat(state.whoami(), ": the round was left unfinished, ", state.round.unmarked(), " of ",
                state.round.slots(),
                " tensors were never ready (an exception in backward, or a backward that reached "
-               "only a part of the model). Wrap the model again with with_bagua on every rank.");
+               "only a part of the model). Wrap the model again with bagua.wrap on every rank.");
     state.fail_and_throw(lock, std::make_exception_ptr(Error(reason)));
   }
   if (state.round.open()) {

@@ -122,7 +122,7 @@ void GradientPath::begin_forward(bool communicates) {
         "forward had returned and reached only ",
         bypassed_output_.load(), " of ", needed_,
         " parameters, so nothing was communicated. Compute the loss from the module's output, or "
-        "run such a backward after a forward inside no_sync(); then wrap again with with_bagua on "
+        "run such a backward after a forward inside no_sync(); then wrap again with bagua.wrap on "
         "every rank."));
   }
   // A backward that an exception cut off: the engine raises if it had begun to send.

@@ -253,7 +253,7 @@ void WeightsSample::name_difference(Communicator& communicator, const WeightsDig
       "something changed them on some ranks only: one backward more on a rank than on another (an "
       "extra forward, or the last backward before step() inside no_sync()), step() on some ranks "
       "only, another scale of a GradScaler, different learning rates, an assignment outside of the "
-      "optimizer, or an optimizer that was not given to with_bagua or "
+      "optimizer, or an optimizer that was not given to bagua.wrap or "
       "DistributedDataParallel(optimizers=...), so that its state differs. Ranks with other kinds "
       "of processors or numbers of threads may round differently. Each round "
       "compares a part of the weights; BAGUA_CHECK_WEIGHTS_EVERY=0 turns that off."));

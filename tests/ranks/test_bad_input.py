@@ -163,13 +163,13 @@ def wrong_arguments():
     of_bytes.p = nn.Parameter(torch.zeros(2).to(torch.float8_e4m3fn))
     with_bagua = model.with_bagua
     for words, function, *arguments in [
-        (f"with_bagua: {EXACT!r} stands in the place of the optimizers", with_bagua, EXACT),
-        ("with_bagua: 'bytegrad' stands in the place of the optimizers", with_bagua, "bytegrad"),
-        ("with_bagua: Sequential is not a torch.optim.Optimizer", with_bagua, [model], EXACT),
-        ("with_bagua: 'qadam' needs q_adam_optimizer: pass QAdamAlg", with_bagua, (), "qadam"),
+        (f"bagua.wrap: {EXACT!r} stands in the place of the optimizers", with_bagua, EXACT),
+        ("bagua.wrap: 'bytegrad' stands in the place of the optimizers", with_bagua, "bytegrad"),
+        ("bagua.wrap: Sequential is not a torch.optim.Optimizer", with_bagua, [model], EXACT),
+        ("bagua.wrap: 'qadam' needs q_adam_optimizer: pass QAdamAlg", with_bagua, (), "qadam"),
         ("QAdamAlgorithm takes a QAdamOptimizer", with_bagua, optimizer, "qadam"),
         (
-            "with_bagua: algorithm must be a name or an instance of",
+            "bagua.wrap: algorithm must be a name or an instance of",
             with_bagua,
             [optimizer],
             GradientAllReduceAlgorithm,
@@ -252,5 +252,5 @@ def test_a_buffer_into_which_no_other_ranks_values_can_be_written_is_named(ranks
 
 def test_a_wrap_before_initialisation_says_what_to_call():
     assert not bagua.communication.is_initialized()
-    with pytest.raises(RuntimeError, match=r"call bagua.init_process_group\(\) before with_bagua"):
+    with pytest.raises(RuntimeError, match=r"call bagua.init_process_group\(\) before bagua.wrap"):
         faults.network().with_bagua([], EXACT)

@@ -163,7 +163,7 @@ def test_an_error_of_a_rank_is_its_last_line_and_short(run_script):
         assert done.returncode == 1
         assert lines[-1].startswith(
             f"bagua: rank {rank}: BaguaMismatchError: ranks differ in the model or the arguments "
-            "of with_bagua. First difference: rank 0 has [parameter weight: (4, 4)"
+            "of bagua.wrap. First difference: rank 0 has [parameter weight: (4, 4)"
         )
         assert len(lines[-1]) < 360
         assert sum(line.startswith("bagua: rank") for line in lines) == 1

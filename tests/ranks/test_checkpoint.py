@@ -152,7 +152,7 @@ def test_a_state_that_does_not_fit_is_refused_by_name(ranks):
 
 
 def test_a_module_that_is_not_wrapped_is_refused():
-    with pytest.raises(TypeError, match="PerRank takes a module after with_bagua"):
+    with pytest.raises(TypeError, match=r"PerRank takes a module after bagua\.wrap"):
         PerRank(nn.Linear(2, 2))
 
 

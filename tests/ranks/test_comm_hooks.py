@@ -266,7 +266,7 @@ def refuse():
         ),
         (RuntimeError, "has a communication hook already", twice, "bytegrad"),
         (RuntimeError, "has a communication hook already", other_hook, "bytegrad"),
-        (RuntimeError, "with_bagua has wrapped", wrapped, "bytegrad"),
+        (RuntimeError, "bagua.wrap has wrapped", wrapped, "bytegrad"),
         (RuntimeError, "python_reducer", python_reducer, "bytegrad"),
         (NotImplementedError, "'0.weight' has sparse gradients", embedding, "gradient_allreduce"),
         (
@@ -277,7 +277,7 @@ def refuse():
         ),
         (ValueError, "unknown algorithm 'bytegrd'; registered: gradient_", fresh(), "bytegrd"),
         (TypeError, r"such as ByteGradAlgorithm\(\)", fresh(), ByteGradAlgorithm),
-        (NotImplementedError, r"AsyncModelAverageAlgorithm does .*\.with_bagua", fresh(), "async"),
+        (NotImplementedError, r"AsyncModelAverageAlgorithm does .*bagua.wrap", fresh(), "async"),
         (BaguaMismatchError, "'average': True", fresh(), differing),
     ]:
         with pytest.raises(kind, match=words):

@@ -222,7 +222,7 @@ def test_weights_that_change_between_the_last_forward_and_an_average_are_named(r
     for errors in ranks(2, errors_of_changes):
         for situation, error in errors.items():
             assert "module 'Linear': 'weight' " in error, situation
-            assert "Call with_bagua again, on every rank" in error, situation
+            assert "Call bagua.wrap again, on every rank" in error, situation
 
 
 @training.with_group
@@ -267,7 +267,7 @@ def nothing_to_train():
 
 def test_a_wrap_with_nothing_to_train_is_told(ranks):
     (warning,) = [text for texts in ranks(2, nothing_to_train) for text in texts]
-    assert "module 'Sequential': with_bagua has found nothing to train" in warning
+    assert "module 'Sequential': bagua.wrap has found nothing to train" in warning
     assert "4 parameter(s) are frozen" in warning
 
 
@@ -279,7 +279,7 @@ def without_optimizer():
 def test_a_wrap_without_optimizers_is_refused(ranks):
     for error in ranks(2, without_optimizer):
         assert error.startswith("ValueError")
-        assert "counts the steps of the optimizers given to with_bagua" in error
+        assert "counts the steps of the optimizers given to bagua.wrap" in error
 
 
 @training.with_group

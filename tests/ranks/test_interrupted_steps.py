@@ -51,7 +51,7 @@ def interrupt_backward(everywhere):
     return first, second
 
 
-UNFINISHED = ("the round was left unfinished", "round 2", "Interruptible", "with_bagua")
+UNFINISHED = ("the round was left unfinished", "round 2", "Interruptible", "bagua.wrap")
 
 
 def test_after_an_exception_within_backward_on_all_ranks_the_next_step_raises_everywhere(ranks):

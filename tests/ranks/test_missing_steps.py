@@ -36,8 +36,8 @@ def test_an_optimizer_that_the_wrap_does_not_know_is_an_error_that_names_those_i
     for step, error in ranks(2, train_with_another_optimizer, name):
         assert step == 21
         assert error.startswith("module 'Sequential': its parameters have changed")
-        assert "no optimizer given to with_bagua (SGD) has made a step" in error
-        assert "make it before the wrap, or call with_bagua again" in error
+        assert "no optimizer given to bagua.wrap (SGD) has made a step" in error
+        assert "make it before the wrap, or call bagua.wrap again" in error
 
 
 @training.with_group

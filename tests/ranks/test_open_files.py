@@ -91,7 +91,7 @@ def test_a_wrap_says_how_many_open_files_it_takes(ranks):
         needed, taken, limit = map(int, told[0])
         assert taken <= limit < needed < taken + 16, error
         assert "Call `ulimit -n 1024` before torchrun" in error
-        assert "with_bagua, rank " in error
+        assert "bagua.wrap, rank " in error
 
 
 #: Of more ranks than tell each other everything directly: see Note [Records of many ranks].

@@ -139,4 +139,4 @@ def wrap_without_an_optimizer():
 def test_a_parameter_that_no_optimizer_has_is_named(ranks):
     for message in ranks(2, wrap_without_an_optimizer):
         assert message.startswith("RuntimeError: module 'Sequential': parameters ['2.weight', '2.b")
-        assert "none of the optimizers given to with_bagua" in message
+        assert "none of the optimizers given to bagua.wrap" in message

@@ -43,11 +43,11 @@ def wrap_on_rank_0_only(waits):
 def test_a_wrap_on_one_rank_names_the_rank_it_waits_for_and_the_one_that_exited(ranks, waits):
     env = {"BAGUA_STRAGGLER_SECONDS": "0.5" if waits else "0"}
     (error, said), _ = ranks(2, wrap_on_rank_0_only, waits, env=env, fresh=True)
-    assert error.startswith("BaguaError: with_bagua, rank 0 of 2: rank 1 has exited")
+    assert error.startswith("BaguaError: bagua.wrap, rank 0 of 2: rank 1 has exited")
     assert "if rank == 0" in error
     assert bool(said) == waits
     for line in said:
-        assert "with_bagua, rank 0 of 2: waiting for other ranks" in line
+        assert "bagua.wrap, rank 0 of 2: waiting for other ranks" in line
         assert "rank 1 has not come to this call: its last call was init_process_group" in line
 
 

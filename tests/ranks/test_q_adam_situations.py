@@ -149,7 +149,7 @@ WRONG = {
     "frozen": "parameter 0.bias of the QAdamOptimizer is not trained",
     "ignored": "parameter 2.weight of the QAdamOptimizer is not trained",
     "missing": "parameter 0.weight is trained, but the QAdamOptimizer does not have it",
-    "not_given": "the optimizer of QAdamAlgorithm is not among those given to with_bagua",
+    "not_given": "the optimizer of QAdamAlgorithm is not among those given to bagua.wrap",
 }
 
 

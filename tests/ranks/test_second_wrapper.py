@@ -114,6 +114,6 @@ def wrap_by_bagua_twice():
 
 def test_two_wrappers_of_bagua_are_refused_at_the_wrap(ranks):
     for around, contains, of_the_class in ranks(2, wrap_by_bagua_twice):
-        assert "is wrapped already, by with_bagua; wrap it once" in around
+        assert "is wrapped already, by bagua.wrap; wrap it once" in around
         assert "parameter '0.0.weight' belongs to module 'Sequential' too" in contains
         assert "this is a DistributedDataParallel already" in of_the_class

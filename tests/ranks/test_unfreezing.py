@@ -104,7 +104,7 @@ def unfreeze_where_it_is_not_followed(name):
 def test_algorithms_with_state_per_parameter_ask_for_another_wrap(ranks, name):
     for message in ranks(2, unfreeze_where_it_is_not_followed, name):
         assert "BaguaError: module 'Sequential': '0.weight' was unfrozen" in message
-        assert "Call with_bagua again, on every rank" in message
+        assert "Call bagua.wrap again, on every rank" in message
 
 
 @training.with_group
@@ -128,7 +128,7 @@ def unfreeze_at_a_bad_moment(moment):
 def test_moments_at_which_buckets_cannot_change_ask_for_another_wrap(ranks, moment):
     for message in ranks(2, unfreeze_at_a_bad_moment, moment):
         assert "'0.weight' was unfrozen" in message
-        assert "Call with_bagua again, on every rank" in message
+        assert "Call bagua.wrap again, on every rank" in message
 
 
 @training.with_group

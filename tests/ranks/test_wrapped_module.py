@@ -81,7 +81,7 @@ def test_a_wrap_takes_no_optimizer_one_without_a_list_and_a_name(ranks):
             ("ByteGradAlgorithmImpl", 1),
             ("DiLoCoAlgorithmImpl", 1),
         ]
-        assert "counts the steps of the optimizers given to with_bagua: give it the one" in error
+        assert "counts the steps of the optimizers given to bagua.wrap: give it the one" in error
 
 
 def backward(model, step=0):

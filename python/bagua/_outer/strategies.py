@@ -29,7 +29,7 @@ class Elastic:
 
     A round that fails changes nothing; in the next training forward the others agree through the
     job's store on who is left. After ``init_process_group(elastic=True)`` a rank that is started
-    again comes back in ``with_bagua``; so does an island after ``connect_islands``.
+    again comes back in ``bagua.wrap``; so does an island after ``connect_islands``.
 
     Args:
         quorum: ranks, or islands, that a round needs: all raise when fewer are left.

@@ -59,7 +59,7 @@ def outside_graphs(step: F) -> F:
     hidden: F = torch.compiler.disable(
         step,
         reason="bagua communicates before and after a forward. For fullgraph=True compile the "
-        "module first: torch.compile(model, fullgraph=True).with_bagua(...)",
+        "module first: bagua.wrap(torch.compile(model, fullgraph=True), ...)",
     )
     return hidden
 

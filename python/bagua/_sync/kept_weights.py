@@ -45,7 +45,7 @@ def refuse_others(
         raise ValueError(
             f"module '{module_name}': {shown} has none of its parameters, but copies of them, or "
             f"those that it had before they were replaced. What {algorithm_name} gives the "
-            "parameters would be lost. Give with_bagua an optimizer that is made of "
+            "parameters would be lost. Give bagua.wrap an optimizer that is made of "
             "module.parameters() as they are now."
         )
 
@@ -126,7 +126,7 @@ class KeptWeights:
             f"module '{self._module_name}': {self._optimizer_name} {does} of the weights "
             f"that it keeps itself, so the weights of {which} that {self._algorithm_name} had "
             f"given {became}, and the ranks train apart. Give "
-            "with_bagua an optimizer that steps on the module's parameters: keep these in float32, "
+            "bagua.wrap an optimizer that steps on the module's parameters: keep these in float32, "
             "on the device, and compute in bfloat16 by torch.autocast. Or take an algorithm that "
             "averages gradients, such as GradientAllReduceAlgorithm or ByteGradAlgorithm."
         )

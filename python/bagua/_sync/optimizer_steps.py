@@ -104,10 +104,10 @@ class MissingSteps:
         if self._count > _MOST:
             raise BaguaError(
                 f"module '{self._module_name}': its parameters have changed before each of "
-                f"{_MOST} training forwards, and no optimizer given to with_bagua "
+                f"{_MOST} training forwards, and no optimizer given to bagua.wrap "
                 f"({self._optimizers}) has made a step, so {self._algorithm_name} does not "
-                "communicate and the ranks train apart. Give with_bagua the optimizer whose "
-                "step() is called: make it before the wrap, or call with_bagua again, on every "
+                "communicate and the ranks train apart. Give bagua.wrap the optimizer whose "
+                "step() is called: make it before the wrap, or call bagua.wrap again, on every "
                 "rank, with the new one."
             )
 

@@ -31,7 +31,7 @@ def source_of(model: Any) -> Any:
     source = getattr(model, "bagua_ddp", model)
     if not callable(getattr(source, "stats", None)):
         raise TypeError(
-            "statistics are those of a module after with_bagua, of bagua's "
+            "statistics are those of a module after bagua.wrap, of bagua's "
             "DistributedDataParallel or of a handle of bagua.comm_hooks.register, not of "
             f"{type(model).__name__}"
         )
@@ -53,7 +53,7 @@ def write_stats(
     the first round, and where no round has ended since the last call, nothing is written.
 
     Args:
-        model: a module after ``with_bagua``, bagua's ``DistributedDataParallel``, or the handle of
+        model: a module after ``bagua.wrap``, bagua's ``DistributedDataParallel``, or the handle of
             ``bagua.comm_hooks.register``.
         writer: an object with ``add_scalar(tag, value, step)``, as TensorBoard's ``SummaryWriter``.
         step: the step to write; None: the number of rounds since the buckets were built.
@@ -68,7 +68,7 @@ def write_stats(
     Example::
 
         writer = torch.utils.tensorboard.SummaryWriter(folder)
-        model = model.with_bagua([optimizer])
+        model = bagua.wrap(model, [optimizer])
         loss_function(model(inputs), targets).backward()
         values = bagua.write_stats(model, writer, step=1)
     """

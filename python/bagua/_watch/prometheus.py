@@ -129,7 +129,7 @@ def serve_metrics(model: Any, port: int, address: str = "127.0.0.1") -> MetricsS
     clients at a time, and each for ten seconds: the oldest is disconnected.
 
     Args:
-        model: a module after ``with_bagua``, bagua's ``DistributedDataParallel``, or the handle of
+        model: a module after ``bagua.wrap``, bagua's ``DistributedDataParallel``, or the handle of
             ``bagua.comm_hooks.register``. It is not kept alive.
         port: 0: any free one, see ``port`` of the result.
         address: at which to listen. Other machines reach the endpoint only if it is told here, for
@@ -142,7 +142,7 @@ def serve_metrics(model: Any, port: int, address: str = "127.0.0.1") -> MetricsS
 
     Example::
 
-        model = model.with_bagua([optimizer])
+        model = bagua.wrap(model, [optimizer])
         server = bagua.serve_metrics(model, port=9400 + bagua.get_local_rank())
         server.close()
     """

@@ -260,7 +260,7 @@ def register(
         TypeError: ``ddp`` or ``algorithm`` is something else.
         ValueError: parameters on several devices, or an unknown name of an algorithm.
         NotImplementedError: the algorithm does not reduce gradients, or cannot reduce these.
-        RuntimeError: ``ddp`` has a hook, or its module is wrapped by ``with_bagua``.
+        RuntimeError: ``ddp`` has a hook, or its module is wrapped by ``bagua.wrap``.
         BaguaMismatchError: the ranks' models or arguments differ.
         BaguaError: a rank did not come, or was lost.
 
@@ -351,7 +351,7 @@ def _reified(algorithm: Algorithm, group: BaguaProcessGroup) -> AlgorithmImpl:
             f"comm_hooks.register: {type(algorithm).__name__} does more than reduce the gradients "
             "of one bucket, which is all that a communication hook can do; take "
             "'gradient_allreduce', 'bytegrad', 'power_sgd' or 'sparse'. In a script that "
-            "constructs DistributedDataParallel by itself, module.with_bagua(optimizers, "
+            "constructs DistributedDataParallel by itself, bagua.wrap(module, optimizers, "
             "algorithm) in its place takes every algorithm"
         )
     if isinstance(impl, ErrorFeedbackImpl) and impl.exact:
@@ -371,7 +371,7 @@ def _check_parameters(
     for name, parameter in named:
         if is_owned(parameter):
             raise RuntimeError(
-                f"comm_hooks.register: parameter '{name}' belongs to a module that with_bagua has "
+                f"comm_hooks.register: parameter '{name}' belongs to a module that bagua.wrap has "
                 "wrapped, which communicates already; use one of the two"
             )
         if id(parameter) in sparse:

@@ -3,7 +3,7 @@
 Accelerate constructs torch's ``DistributedDataParallel`` in ``prepare``, and asks its handler of
 ``DistributedDataParallelKwargs`` to register a communication hook. :func:`use` replaces that
 handler by one that registers a hook of :mod:`bagua.comm_hooks`. For algorithms that do more than
-reduce gradients, ``prepare`` calls ``with_bagua`` in place of ``DistributedDataParallel``.
+reduce gradients, ``prepare`` calls ``bagua.wrap`` in place of ``DistributedDataParallel``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _BY_TORCH = {"NO", "MULTI_CPU", "MULTI_GPU"}
 
 
 class Wrapped:
-    """The session of a model that ``prepare`` has given to ``with_bagua``, like a hook's handle."""
+    """The session of a model that ``prepare`` has given to ``bagua.wrap``, like a hook's handle."""
 
     def __init__(self, model: BaguaModule) -> None:
         self._model = weakref.ref(model)
@@ -148,7 +148,7 @@ def use(accelerator: accelerate.Accelerator, algorithm: str | Algorithm) -> Hook
     It comes before ``prepare``, once. Models that are prepared afterwards get a communication hook
     where the algorithm reduces gradients only. With any other there is no
     ``DistributedDataParallel``: ``prepare`` gives the model and its optimizers, in one call, to
-    ``with_bagua``. ``accelerator.save_state`` and ``load_state`` include what the algorithm
+    ``bagua.wrap``. ``accelerator.save_state`` and ``load_state`` include what the algorithm
     remembers; weights that differ between ranks are saved by each rank, and of ``diloco`` the
     anchor is what ``save_state``, ``save_model`` and ``get_state_dict`` show.
 

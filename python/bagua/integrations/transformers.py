@@ -46,7 +46,7 @@ def use(
     Checkpoints of the trainer include what the algorithm remembers, one file per rank. ``train``
     raises RuntimeError where the trainer has left the module of several ranks without a hook.
 
-    With an algorithm that does more than reduce gradients the model is given to ``with_bagua``,
+    With an algorithm that does more than reduce gradients the model is given to ``bagua.wrap``,
     without ``DistributedDataParallel``. With ``diloco`` ``train`` evaluates and saves the
     anchor, and ends with an outer round, so that all ranks end with the same weights. Where ranks
     hold different weights ``average_tokens_across_devices`` is off.

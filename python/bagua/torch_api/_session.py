@@ -1,4 +1,4 @@
-"""``Session``: what ``with_bagua`` leaves on a module, ``module.bagua_ddp``.
+"""``Session``: what ``bagua.wrap`` leaves on a module, ``module.bagua_ddp``.
 
 In the order of the calls: the wrap (checks, agreement, state, buckets, operations, start), one
 training step, changes while training goes on, and the end.
@@ -49,7 +49,7 @@ class Session:
     """The hooks, buckets and lanes of one wrapped module.
 
     Holds the module weakly: deleting the module frees threads, sockets and memory. Arguments are
-    those of ``with_bagua`` and ``DistributedDataParallel``.
+    those of ``bagua.wrap`` and ``DistributedDataParallel``.
 
     Args:
         initial_state: broadcast by the first rank.
@@ -257,7 +257,7 @@ class Session:
         return lines + self._snapshot.describe(module)
 
     def _agree(self) -> None:
-        what = "the model or the arguments of with_bagua"
+        what = "the model or the arguments of bagua.wrap"
         self.process_group.connections.agree(what, self._description)
 
     # The wrap: initial state, buckets, operations, start.
@@ -391,7 +391,7 @@ class Session:
             return
         count = sum(1 for _ in module.parameters())
         warn(
-            f"module '{self.bagua_module_name}': with_bagua has found nothing to train: its "
+            f"module '{self.bagua_module_name}': bagua.wrap has found nothing to train: its "
             f"{count} parameter(s) are frozen, experts or in _bagua_params_and_buffers_to_ignore, "
             "so nothing is communicated. Unfreeze parameters before the wrap, or wrap the module "
             "that has them."
@@ -547,7 +547,7 @@ class Session:
                 f"module '{self.bagua_module_name}': parameter '{stepping[0][0]}' has an optimizer "
                 "of _apply_optimizer_in_backward, and "
                 f"{type(self.bagua_algorithm).__name__} communicates around the optimizer's "
-                "step(). Give with_bagua an optimizer whose step() is called after backward()."
+                "step(). Give bagua.wrap an optimizer whose step() is called after backward()."
             )
         self._stepping = [p for _, p in stepping]
         for parameter in self._stepping:
@@ -751,7 +751,7 @@ def _claim(session: Session) -> None:
                 f"module '{session.bagua_module_name}': parameter '{name}' belongs to module "
                 f"'{other.bagua_module_name}' too, which is wrapped already. Wrap one module that "
                 "contains both; or wrap both with copied gradients, which share a parameter "
-                "(with_bagua(do_flatten=False), or DistributedDataParallel as it is), with "
+                "(bagua.wrap(do_flatten=False), or DistributedDataParallel as it is), with "
                 "gradient_allreduce or bytegrad."
             )
     for _, parameter in named:

@@ -27,7 +27,7 @@ def average_weights(
     module itself is left alone, and training can go on.
 
     Args:
-        model: a module after ``with_bagua``, or one that holds such a module as ``module``.
+        model: a module after ``bagua.wrap``, or one that holds such a module as ``module``.
         mean_buffers: names of the floating-point buffers that are averaged; ``*`` stands for any
             text. None: as the algorithm has it, else ``running_mean`` and ``running_var`` of
             torch's batch and instance norms.
@@ -42,13 +42,13 @@ def average_weights(
 
     Example::
 
-        model = model.with_bagua([optimizer], DecentralizedAlgorithm())
+        model = bagua.wrap(model, [optimizer], DecentralizedAlgorithm())
         ...  # the training loop
         torch.save(bagua.average_weights(model).state_dict(), f"{folder}/{bagua.get_rank()}.pt")
     """
     wrapped = model if isinstance(model, BaguaModule) else getattr(model, "module", None)
     if not isinstance(wrapped, BaguaModule):
-        raise TypeError("average_weights takes a module after with_bagua")
+        raise TypeError("average_weights takes a module after bagua.wrap")
     ddp = wrapped.bagua_ddp
     for name, parameter in wrapped.named_parameters():
         if is_sharded(parameter):

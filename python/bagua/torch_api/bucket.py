@@ -352,7 +352,7 @@ def _changed(record: Record, now: torch.Tensor, before: torch.Tensor) -> str:
     was, has = (f"{t.dtype} of shape {list(t.shape)}" for t in (before, now))
     return (
         f"module '{record.module_name}': '{record.name}' was {was} at the wrap and is {has} now, "
-        "so it would train unsynchronised. Call with_bagua again, on every rank, after such a "
+        "so it would train unsynchronised. Call bagua.wrap again, on every rank, after such a "
         "change."
     )
 

@@ -280,7 +280,7 @@ def _settle(place: Path, keep: int, rank: int, tried: _Tries) -> None:
 def load_latest(
     folder: str | PathLike[str], state: Mapping[str, Any], *, group: Any = None
 ) -> int | None:
-    """Load the newest checkpoint that all ranks have whole. All call it, after ``with_bagua``.
+    """Load the newest checkpoint that all ranks have whole. All call it, after ``bagua.wrap``.
 
     With the number of ranks that saved, every rank gets its own state. With another number every
     rank gets the values that were equal on all ranks (and rank 0's buffers, where the algorithm
@@ -306,7 +306,7 @@ def load_latest(
 
     Example::
 
-        model = model.with_bagua([optimizer])
+        model = bagua.wrap(model, [optimizer])
         state = {"model": model, "optimizer": optimizer, "algorithm": model.bagua_algorithm}
         first = load_latest(folder, state) or 0
     """
@@ -566,7 +566,7 @@ class PerRank:
         state = {"training": PerRank(model), "algorithm": model.bagua_algorithm}
         dcp.save(state, checkpoint_id=path)
 
-        model = model.with_bagua([optimizer], algorithm)  # first: it broadcasts rank 0's weights
+        model = bagua.wrap(model, [optimizer], algorithm)  # first: it broadcasts rank 0's weights
         state = {"training": PerRank(model), "algorithm": model.bagua_algorithm}
         dcp.load(state, checkpoint_id=path)
 
@@ -576,7 +576,7 @@ class PerRank:
     pipeline do, give each group keys of its own (``f"stage{stage}/training"``).
 
     Args:
-        model: a module after ``with_bagua``.
+        model: a module after ``bagua.wrap``.
 
     Raises:
         TypeError: the module is not wrapped.
@@ -584,7 +584,7 @@ class PerRank:
 
     def __init__(self, model: torch.nn.Module) -> None:
         if not isinstance(model, BaguaModule):
-            raise TypeError("PerRank takes a module after with_bagua")
+            raise TypeError("PerRank takes a module after bagua.wrap")
         self._ddp = model.bagua_ddp
         self._optimizers = tuple(model.bagua_optimizers)
         self._key = f"rank{self._ddp.process_group.connections.rank}"

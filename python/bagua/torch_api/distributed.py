@@ -1,4 +1,4 @@
-"""``with_bagua``, and ``BaguaModule``: methods of a wrapped module.
+"""``bagua.wrap``, and ``BaguaModule``: methods of a wrapped module.
 
 A wrapped module's class becomes a subclass of its own class and of :class:`BaguaModule`. Copies and
 pickles of it are of the original class, without communication: the copy of ``copy.deepcopy`` or
@@ -116,15 +116,15 @@ def wrap(
         loss_function(model(inputs), targets).backward()
         optimizer.step()
     """
-    optimizers = as_optimizers("with_bagua", optimizers)
+    optimizers = as_optimizers("bagua.wrap", optimizers)
     algorithm = AutoAlgorithm() if algorithm is None else algorithm
-    algorithm = as_algorithm("with_bagua", algorithm, optimizers)
-    check_arguments("with_bagua", grad_scaler, guard)
+    algorithm = as_algorithm("bagua.wrap", algorithm, optimizers)
+    check_arguments("bagua.wrap", grad_scaler, guard)
     if dist.is_initialized():
         ensure_initialised()
     group = as_bagua_group(process_group)
     wrapped_class = _class_of(model)
-    with group.connections.collective_phase("with_bagua"):
+    with group.connections.collective_phase("bagua.wrap"):
         ddp = Session(
             model,
             optimizers,
@@ -146,7 +146,7 @@ def wrap(
 
 
 class BaguaModule(torch.nn.Module):
-    """A ``torch.nn.Module`` after ``with_bagua``."""
+    """A ``torch.nn.Module`` after ``bagua.wrap``."""
 
     _bagua_original: type[torch.nn.Module]
 
@@ -168,7 +168,7 @@ class BaguaModule(torch.nn.Module):
 
     @property
     def bagua_optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers given to ``with_bagua``."""
+        """The optimizers given to ``bagua.wrap``."""
         return self.bagua_ddp.bagua_optimizers
 
     @property
@@ -365,8 +365,8 @@ class _TrainsAlone(DroppedOnCopy):
             return
         forget_copy(module)
         warn(
-            f"this {type(module).__name__} is a copy of a module that with_bagua has wrapped, and "
-            "is trained without the other ranks. Call with_bagua on the copy, on every rank, if it "
+            f"this {type(module).__name__} is a copy of a module that bagua.wrap has wrapped, and "
+            "is trained without the other ranks. Call bagua.wrap on the copy, on every rank, if it "
             "is to be trained with them."
         )
 
@@ -396,7 +396,7 @@ def _class_of(module: torch.nn.Module) -> type:
     if isinstance(module, BaguaModule):
         return original
     if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError("with_bagua cannot wrap a ScriptModule; wrap the module, then script it")
+        raise TypeError("bagua.wrap cannot wrap a ScriptModule; wrap the module, then script it")
     names = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -410,7 +410,7 @@ def _class_of(module: torch.nn.Module) -> type:
         module.__class__ = original
     except Exception as error:
         raise TypeError(
-            f"with_bagua makes {original.__qualname__} a subclass of its class, which failed: "
+            f"bagua.wrap makes {original.__qualname__} a subclass of its class, which failed: "
             f"{error}. Wrap a module that contains it, or take "
             "bagua.torch_api.data_parallel.DistributedDataParallel."
         ) from error

@@ -88,7 +88,7 @@ class Guard:
 
     Example::
 
-        model = model.with_bagua([optimizer], ByteGradAlgorithm(), guard=Guard(every=100))
+        model = bagua.wrap(model, [optimizer], ByteGradAlgorithm(), guard=Guard(every=100))
         model.bagua_stats()["guard"]["breaches"]
     """
 

@@ -135,7 +135,7 @@ def _parametrized(rank, size):
     return {"grad": module.weight.grad, "bias": module.bias.grad}
 
 
-AGAIN = r"(Call|call) with_bagua again|[Ww]rap .*again|DistributedDataParallel again"
+AGAIN = r"(Call|call) bagua.wrap again|[Ww]rap .*again|DistributedDataParallel again"
 
 
 DRIFT = "torch's ranks drift apart without a word; wrap again afterwards"
@@ -147,7 +147,7 @@ EXCEPTIONS = [
         parametrization_removed_from_the_root,
         method=refused(
             "has no attribute 'weight'",
-            "with_bagua has changed the class that torch would restore; copy.deepcopy(model) has "
+            "bagua.wrap has changed the class that torch would restore; copy.deepcopy(model) has "
             "the module's own",
         ),
     ),

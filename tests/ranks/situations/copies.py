@@ -189,7 +189,7 @@ EXCEPTIONS = [
     row(
         state_dict_assigned,
         both=refused(
-            r"(Call|call) with_bagua again|[Ww]rap .*again|DistributedDataParallel again",
+            r"(Call|call) bagua.wrap again|[Ww]rap .*again|DistributedDataParallel again",
             "torch's ranks drift apart; copy values, or wrap again",
             _two_steps,
         ),

@@ -67,7 +67,7 @@ class MethodHouse(TorchHouse):
             bagua.init_process_group()
         unknown = set(arguments) - set(RENAMED) - DROPPED
         if unknown:
-            raise NotApplicableError(f"with_bagua has no {sorted(unknown)}")
+            raise NotApplicableError(f"bagua.wrap has no {sorted(unknown)}")
         ours = {RENAMED[name]: v for name, v in arguments.items() if name in RENAMED}
         return module.with_bagua(as_list(optimizer), GradientAllReduceAlgorithm(), **ours)
 
@@ -75,10 +75,10 @@ class MethodHouse(TorchHouse):
         return model
 
     def join(self, model, **arguments):
-        raise NotApplicableError("with_bagua has no join")
+        raise NotApplicableError("bagua.wrap has no join")
 
     def need_class(self):
-        raise NotApplicableError("with_bagua has no such member")
+        raise NotApplicableError("bagua.wrap has no such member")
 
 
 def as_list(optimizer):

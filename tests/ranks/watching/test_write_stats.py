@@ -146,7 +146,7 @@ def test_the_class_and_hooks_have_statistics_too(ranks):
 
 
 def test_wrong_arguments_are_named():
-    with pytest.raises(TypeError, match=r"module after with_bagua, .* not of Linear"):
+    with pytest.raises(TypeError, match=r"module after bagua.wrap, .* not of Linear"):
         bagua.write_stats(torch.nn.Linear(1, 1), Notebook())
     with pytest.raises(TypeError, match="has no add_scalar"):
         bagua.write_stats(torch.nn.Linear(1, 1), object())

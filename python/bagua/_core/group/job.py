@@ -116,7 +116,7 @@ def init_process_group(
             GPU.
         timeout: after which a rank that does not answer is given up (default 30 minutes).
         elastic: algorithms with ``elastic=True`` can take in ranks that come back. A process that
-            is started while the others train belongs to the job from its ``with_bagua`` on.
+            is started while the others train belongs to the job from its ``bagua.wrap`` on.
             torch's default group then has a rank and a size, and no collectives.
 
     Raises:
@@ -349,7 +349,7 @@ def connect_islands(
 
     An island is a job of its own, with its own ``torchrun`` and world of torch, of which the others
     know nothing: when one of its ranks is lost, torchrun ends and starts all of them. All processes
-    of all islands call this after ``init_process_group()``, and give the group to ``with_bagua``.
+    of all islands call this after ``init_process_group()``, and give the group to ``bagua.wrap``.
     With ``DiLoCoAlgorithm(elastic=True)`` the others go on without a lost island, and one that is
     started again comes back there.
 
@@ -371,8 +371,8 @@ def connect_islands(
 
         bagua.init_process_group()
         group = bagua.communication.connect_islands("10.0.0.1:29500", island=0, islands=2)
-        model = model.with_bagua(
-            [optimizer], DiLoCoAlgorithm(elastic=True), process_group=group
+        model = bagua.wrap(
+            model, [optimizer], DiLoCoAlgorithm(elastic=True), process_group=group
         )
     """
     from bagua._core.group.membership import announce, job_at_work

@@ -439,7 +439,7 @@ class BaguaProcessGroup:
         """Raise BaguaError in a process that has come back to a job, and does not belong to it."""
         if self.waits_to_join:
             raise _C.BaguaError(
-                "this process has come back to an elastic job, which it joins in with_bagua, with "
+                "this process has come back to an elastic job, which it joins in bagua.wrap, with "
                 "an algorithm that has elastic=True: before that it would communicate with nobody"
             )
 
@@ -495,7 +495,7 @@ def get_default_group() -> BaguaProcessGroup:
     """The group of all ranks, or RuntimeError before ``init_process_group``."""
     if _default_group is None:
         raise RuntimeError(
-            "bagua is not initialised: call bagua.init_process_group() before with_bagua and "
+            "bagua is not initialised: call bagua.init_process_group() before bagua.wrap and "
             "before any communication"
         )
     return _default_group

@@ -48,7 +48,7 @@ _OF_TORCH = {
 _SEQUENCES: dict[str, type] = {each.__name__: each for each in (list, tuple, set, frozenset)}
 _NUMPY = re.compile(r"[<>|][biufcmMSU]\d{1,9}(\[\d{0,9}[A-Za-z]{1,2}\])?", re.ASCII)
 _REMEDY = (
-    "Wrap before the optimizer has state, leave this optimizer out of with_bagua([...]), or keep "
+    "Wrap before the optimizer has state, leave this optimizer out of bagua.wrap, or keep "
     "the value in an attribute of the optimizer, which each rank sets itself."
 )
 

@@ -202,7 +202,7 @@ class _Text:
         if not 0 < count <= most:
             raise _C.BaguaMismatchError(
                 f"rank {source} describes an optimizer's state in {count} bytes, where at most "
-                f"{most} are possible for the parameters of this rank's optimizer. Give with_bagua "
+                f"{most} are possible for the parameters of this rank's optimizer. Give bagua.wrap "
                 "the same optimizers of the same parameters on every rank."
             )
         if communicator.rank != source:
@@ -355,7 +355,7 @@ def tensor_like(entry: Entry, old: Any, device: torch.device) -> torch.Tensor:
 def _refuse(why: str) -> NoReturn:
     raise _C.BaguaMismatchError(
         f"the description of an optimizer's state that came from another rank was refused: {why}. "
-        "Give with_bagua the same optimizers of the same parameters on every rank; where they are, "
+        "Give bagua.wrap the same optimizers of the same parameters on every rank; where they are, "
         "the message was corrupted on the wire."
     )
 

@@ -171,8 +171,8 @@ class ModuleSnapshot:
             difference = self._guard.difference(self._dicts, unfreezing=True)
         if difference:
             raise _C.BaguaError(
-                f"module '{module_name}': {difference} since with_bagua, so it would train "
-                "unsynchronised. Call with_bagua again, on every rank, after such a change."
+                f"module '{module_name}': {difference} since bagua.wrap, so it would train "
+                "unsynchronised. Call bagua.wrap again, on every rank, after such a change."
             )
         second = self.second_wrapper()
         if second:

@@ -48,7 +48,7 @@ class Mailbox(Elastic):
         leave_within: seconds in which a process that gets SIGTERM leaves, see ``bagua.leave``.
 
     Raises:
-        ValueError: an argument is out of its range. From ``with_bagua``: parameters that are
+        ValueError: an argument is out of its range. From ``bagua.wrap``: parameters that are
             DTensors, a warm-up, or a storage that cannot create files exclusively.
 
     Example::

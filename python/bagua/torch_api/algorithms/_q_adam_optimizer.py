@@ -57,7 +57,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
     Example::
 
         optimizer = QAdamOptimizer(model.parameters(), lr=1e-3, warmup_steps=100)
-        model = model.with_bagua([optimizer], QAdamAlgorithm(optimizer))
+        model = bagua.wrap(model, [optimizer], QAdamAlgorithm(optimizer))
     """
 
     _source: weakref.ref[QAdamAlgorithmImpl] | None = None  # copies and pickles have none

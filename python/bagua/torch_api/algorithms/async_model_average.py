@@ -39,7 +39,7 @@ class AsyncModelAverageAlgorithm(Algorithm):
     kept. Ranks need not make equal numbers of steps. Call ``model.bagua_algorithm.abort(model)`` on
     every rank after training, and before evaluating or saving weights that all ranks should hold.
 
-    Averages are applied after a step of the optimizers that ``with_bagua`` was given; without any,
+    Averages are applied after a step of the optimizers that ``bagua.wrap`` was given; without any,
     before the first forward after a backward.
 
     Args:
@@ -53,12 +53,12 @@ class AsyncModelAverageAlgorithm(Algorithm):
 
     Raises:
         TypeError: ``mean_buffers`` is not a list of names.
-        ValueError: an argument out of its range; from ``with_bagua``: ``mean_buffers`` that do not
+        ValueError: an argument out of its range; from ``bagua.wrap``: ``mean_buffers`` that do not
             fit the module.
 
     Example::
 
-        model = model.with_bagua([optimizer], AsyncModelAverageAlgorithm(sync_interval_ms=100))
+        model = bagua.wrap(model, [optimizer], AsyncModelAverageAlgorithm(sync_interval_ms=100))
         ...  # the training loop
         model.bagua_algorithm.abort(model)
         averaged = bagua.average_weights(model)
@@ -99,7 +99,7 @@ def _averaging(model: Any) -> AsyncModelAverageAlgorithmImpl:
     if not isinstance(algorithm, AsyncModelAverageAlgorithmImpl):
         raise TypeError(
             f"{type(model).__name__} is not averaged asynchronously: pass the module that "
-            "with_bagua or DistributedDataParallel returned for AsyncModelAverageAlgorithm"
+            "bagua.wrap or DistributedDataParallel returned for AsyncModelAverageAlgorithm"
         )
     return algorithm
 

@@ -58,7 +58,7 @@ class AutoAlgorithm(Algorithm):
     Exact gradients come first, then each candidate trains for three warm-up steps and ten timed
     ones. The time of a step is the median, on the rank where it is longest; the error is that of
     the candidate's first round, measured by a guard (:class:`~bagua.torch_api.Guard`;
-    ``with_bagua(guard=...)`` replaces it). All ranks choose the same. Exact gradients stay unless
+    ``bagua.wrap(guard=...)`` replaces it). All ranks choose the same. Exact gradients stay unless
     another candidate is 3 % faster. A choice that loses more later than the guard allows is
     replaced by exact gradients. When steps become slower by half for long, all candidates are tried
     again.
@@ -82,7 +82,7 @@ class AutoAlgorithm(Algorithm):
 
     Example::
 
-        model = model.with_bagua([optimizer], AutoAlgorithm(max_error=0.1))
+        model = bagua.wrap(model, [optimizer], AutoAlgorithm(max_error=0.1))
         ...  # 42 steps
         model.bagua_stats()["choice"]
     """
@@ -461,7 +461,7 @@ class AutoAlgorithmImpl(AlgorithmImpl):
         return {"choice": selection.at_work.label} | (self.inner.state_dict() if built else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict` on every rank, after ``with_bagua``: nothing is tried then.
+        """Restore :meth:`state_dict` on every rank, after ``bagua.wrap``: nothing is tried then.
 
         The buckets of the choice are built at once. A state that was saved before the choice
         changes nothing.

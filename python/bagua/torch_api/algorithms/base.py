@@ -103,10 +103,10 @@ class Traits:
             with the ranks that hold the same shard.
         needs_flat_buckets: whether tensors must be views of their bucket.
         broadcast_buffers: whether training forwards give every rank the first rank's buffers,
-            unless ``with_bagua(broadcast_buffers=...)`` says otherwise.
+            unless ``bagua.wrap(broadcast_buffers=...)`` says otherwise.
         reset_gives_state: whether the first rank's state is given to all ranks where
             :meth:`AlgorithmImpl.need_reset` has buckets rebuilt.
-        default_guard: the guard where ``with_bagua`` is given none; None: no guard.
+        default_guard: the guard where ``bagua.wrap`` is given none; None: no guard.
         refuses_guard: why a guard has nothing to watch, and what to do; empty: it may be guarded.
     """
 
@@ -208,7 +208,7 @@ class AlgorithmImpl:
         return bagua_ddp.wait_pending_comm_ops
 
     def init_post_optimizer_step_hook(self, bagua_ddp: Session) -> StepHook:
-        """Called after ``step()`` of every optimizer given to ``with_bagua``."""
+        """Called after ``step()`` of every optimizer given to ``bagua.wrap``."""
         return _nothing
 
     def overrides(self, method: str) -> bool:
@@ -259,7 +259,7 @@ class AlgorithmImpl:
         return self.ledger.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`: on every rank, after ``with_bagua``.
+        """Restore :meth:`state_dict`: on every rank, after ``bagua.wrap``.
 
         Raises:
             ValueError: the state is of another algorithm; names what does not fit, and nothing has

@@ -36,7 +36,7 @@ class ByteGradAlgorithm(Algorithm):
     ``codec="int4_block"`` halves the bytes of the default, and needs no error feedback to train as
     well. Under an adaptive optimizer fewer bits on gradients cost accuracy, with error feedback
     too: send momentum instead (``QAdamAlgorithm``). With ``error_feedback=True`` pass a
-    ``GradScaler`` to ``with_bagua``: residuals are in unscaled units, and a round that overflows
+    ``GradScaler`` to ``bagua.wrap``: residuals are in unscaled units, and a round that overflows
     leaves them unchanged.
 
     Args:
@@ -57,7 +57,7 @@ class ByteGradAlgorithm(Algorithm):
     Example::
 
         four_bits = ByteGradAlgorithm(codec="int4_block", error_feedback=True)
-        model = model.with_bagua([optimizer], four_bits)
+        model = bagua.wrap(model, [optimizer], four_bits)
     """
 
     hierarchical: Hierarchy | None = None

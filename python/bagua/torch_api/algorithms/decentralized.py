@@ -120,7 +120,7 @@ class DecentralizedAlgorithm(Algorithm):
     Example::
 
         algorithm = DecentralizedAlgorithm(peer_selection_mode="shift_one")
-        model = model.with_bagua([optimizer], algorithm)
+        model = bagua.wrap(model, [optimizer], algorithm)
     """
 
     hierarchical: bool | None = None
@@ -241,7 +241,7 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
 
     Example::
 
-        model = model.with_bagua([optimizer], LowPrecisionDecentralizedAlgorithm())
+        model = bagua.wrap(model, [optimizer], LowPrecisionDecentralizedAlgorithm())
     """
 
     hierarchical: bool | None = None
@@ -307,7 +307,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(_LocalWeightsImpl):
         if lost:
             raise RuntimeError(
                 f"module '{bagua_ddp.bagua_module_name}': parameters {lost} are in none of the "
-                "optimizers given to with_bagua, so no step would send them. Give their optimizer "
+                "optimizers given to bagua.wrap, so no step would send them. Give their optimizer "
                 "too, freeze them, or put them into _bagua_params_and_buffers_to_ignore."
             )
         weights = {id(p) for _, p in named}

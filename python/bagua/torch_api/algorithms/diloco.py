@@ -74,7 +74,7 @@ class DiLoCoAlgorithm(Algorithm):
     All ranks hold an anchor of the weights, in float32, and its momentum. In a round each sends its
     pseudo-gradient, the anchor minus its weights; the outer optimizer steps on the anchor with the
     ranks' mean, and the weights become the anchor (DiLoCo, Douillard et al. 2023). Nothing is
-    sent between rounds. The moments of the optimizers given to ``with_bagua`` stay on their rank.
+    sent between rounds. The moments of the optimizers given to ``bagua.wrap`` stay on their rank.
 
     Steps are counted when the last of those optimizers has stepped, or a ``GradScaler`` has skipped
     its step. So gradient accumulation needs no ``no_sync()``. All ranks make equally many steps.
@@ -111,12 +111,12 @@ class DiLoCoAlgorithm(Algorithm):
     Raises:
         TypeError: ``outer_optimizer`` makes no optimizer that steps on gradients and keeps
             tensors; ``elastic`` is no :class:`Elastic`; ``mean_buffers`` is not a list of names.
-        ValueError: unknown codec, or an argument out of its range; from ``with_bagua``: no
+        ValueError: unknown codec, or an argument out of its range; from ``bagua.wrap``: no
             optimizer, or fragments or ``mean_buffers`` that do not fit the module.
 
     Example::
 
-        model = model.with_bagua([optimizer], DiLoCoAlgorithm(interval=100, codec="int4_block"))
+        model = bagua.wrap(model, [optimizer], DiLoCoAlgorithm(interval=100, codec="int4_block"))
         ...  # the training loop
         with model.bagua_algorithm.anchor(), torch.no_grad():
             outputs = model(inputs)
@@ -257,7 +257,7 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         if not bagua_ddp.bagua_optimizers:
             raise ValueError(
                 f"module '{name}': {_OWNER} counts the steps of the "
-                "optimizers given to with_bagua: give it the one that trains the module"
+                "optimizers given to bagua.wrap: give it the one that trains the module"
             )
         self._ranks.claim()
         self._session = weakref.ref(bagua_ddp)
@@ -496,7 +496,7 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         return self._shards().saved(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`: on every rank, after ``with_bagua``, between two steps.
+        """Restore :meth:`state_dict`: on every rank, after ``bagua.wrap``, between two steps.
 
         If every rank's weights are those that were saved (loaded before or after this), training
         goes on where it was. Otherwise all ranks' weights become the anchor, and up to

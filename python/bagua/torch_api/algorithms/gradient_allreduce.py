@@ -27,7 +27,7 @@ class GradientAllReduceAlgorithm(Algorithm):
 
     Example::
 
-        model = model.with_bagua([optimizer], GradientAllReduceAlgorithm())
+        model = bagua.wrap(model, [optimizer], GradientAllReduceAlgorithm())
     """
 
     hierarchical: Hierarchy = False

@@ -32,7 +32,7 @@ class PowerSGDAlgorithm(Algorithm):
     Under an adaptive optimizer and under Muon it trains worse than exact gradients: take
     ``ByteGradAlgorithm`` in 4 bits with error feedback there. A longer warm-up and exact embeddings
     bring the loss closer.
-    Pass a ``GradScaler`` to ``with_bagua``. With ``find_unused_parameters`` a parameter that no
+    Pass a ``GradScaler`` to ``bagua.wrap``. With ``find_unused_parameters`` a parameter that no
     rank used keeps its ``.grad``, but its residual counts as sent.
 
     Args:
@@ -50,17 +50,17 @@ class PowerSGDAlgorithm(Algorithm):
             :mod:`fnmatch`: embeddings and output layers, for example.
 
     Warns:
-        UserWarning: from ``with_bagua``: an optimizer is adaptive or Muon.
+        UserWarning: from ``bagua.wrap``: an optimizer is adaptive or Muon.
 
     Raises:
         TypeError: ``exact_parameters`` is one string.
-        ValueError: an argument out of range; from ``with_bagua``: a pattern that matches no
+        ValueError: an argument out of range; from ``bagua.wrap``: a pattern that matches no
             parameter.
 
     Example::
 
         algorithm = PowerSGDAlgorithm(rank=4, exact_parameters=["*bias"])
-        model = model.with_bagua([optimizer], algorithm)
+        model = bagua.wrap(model, [optimizer], algorithm)
     """
 
     rank: int = 4

@@ -35,10 +35,10 @@ class QAdamAlgorithm(Algorithm):
 
     After the warm-up ``.grad`` holds the averaged momentum when ``backward()`` returns: what clips
     or looks at gradients sees that. It must be zeroed or None before the next backward; gradients
-    are accumulated inside ``no_sync()``. With a ``GradScaler`` pass it to ``with_bagua``.
+    are accumulated inside ``no_sync()``. With a ``GradScaler`` pass it to ``bagua.wrap``.
 
     Args:
-        q_adam_optimizer: one of those given to ``with_bagua``; it must have all parameters that are
+        q_adam_optimizer: one of those given to ``bagua.wrap``; it must have all parameters that are
             trained, and no others.
         hierarchical: exact inside a node, compressed between the nodes' leaders, so not at all with
             one node; ``"sharded"``: between all ranks, each with a share of a bucket, for nodes
@@ -54,12 +54,12 @@ class QAdamAlgorithm(Algorithm):
     Raises:
         TypeError: the optimizer is no :class:`QAdamOptimizer`.
         ValueError: unknown codec, or error feedback with ``hierarchical="sharded"``; from
-            ``with_bagua``: an optimizer that does not fit the module.
+            ``bagua.wrap``: an optimizer that does not fit the module.
 
     Example::
 
         optimizer = QAdamOptimizer(model.parameters(), lr=1e-3, warmup_steps=100)
-        model = model.with_bagua([optimizer], QAdamAlgorithm(optimizer))
+        model = bagua.wrap(model, [optimizer], QAdamAlgorithm(optimizer))
     """
 
     q_adam_optimizer: QAdamOptimizer
@@ -261,7 +261,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             f"is not finite, {self.optimizer.compressed_steps} steps after the warm-up; momentum "
             "would stay so for ever. Go back to a checkpoint and take a smaller learning rate or a "
             "longer warm-up (QAdamOptimizer(warmup_steps=)); with float16 autocast pass the "
-            "GradScaler to with_bagua, and such steps are skipped."
+            "GradScaler to bagua.wrap, and such steps are skipped."
         )
 
     def close(self) -> None:
@@ -298,8 +298,8 @@ def _groups_of(optimizer: QAdamOptimizer, bagua_ddp: Session) -> dict[torch.Tens
     module = f"module '{bagua_ddp.bagua_module_name}'"
     if not any(optimizer is other for other in bagua_ddp.bagua_optimizers):
         raise ValueError(
-            f"{module}: the optimizer of QAdamAlgorithm is not among those given to with_bagua; "
-            "call with_bagua([optimizer], QAdamAlgorithm(optimizer))"
+            f"{module}: the optimizer of QAdamAlgorithm is not among those given to bagua.wrap; "
+            "call bagua.wrap(model, [optimizer], QAdamAlgorithm(optimizer))"
         )
     trained = {parameter: name for name, parameter in bagua_ddp.bagua_build_params()}
     names = {parameter: name for name, parameter in bagua_ddp.module.named_parameters()}

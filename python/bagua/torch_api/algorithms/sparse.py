@@ -33,7 +33,7 @@ class SparseAlgorithm(Algorithm):
     and large, and is divided by the root of its own square. Take ``ByteGradAlgorithm`` there, in 4
     bits with error feedback.
 
-    Pass a ``GradScaler`` to ``with_bagua``. With ``find_unused_parameters`` a parameter that no
+    Pass a ``GradScaler`` to ``bagua.wrap``. With ``find_unused_parameters`` a parameter that no
     rank used keeps its ``.grad``, but its residual counts as sent.
 
     Args:
@@ -45,16 +45,16 @@ class SparseAlgorithm(Algorithm):
             :mod:`fnmatch`.
 
     Warns:
-        UserWarning: from ``with_bagua``: an optimizer is adaptive or Muon.
+        UserWarning: from ``bagua.wrap``: an optimizer is adaptive or Muon.
 
     Raises:
         TypeError: ``exact_parameters`` is one string.
-        ValueError: an argument out of range; from ``with_bagua``: a pattern that matches no
+        ValueError: an argument out of range; from ``bagua.wrap``: a pattern that matches no
             parameter.
 
     Example::
 
-        model = model.with_bagua([optimizer], SparseAlgorithm(ratio=0.01))
+        model = bagua.wrap(model, [optimizer], SparseAlgorithm(ratio=0.01))
     """
 
     ratio: float = 0.01

@@ -63,7 +63,7 @@ def check_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
         raise TypeError(f"DistributedDataParallel wraps a torch.nn.Module, not {module!r}")
     if isinstance(module, BaguaModule) and not isinstance(module, TorchDDP):
         raise TypeError(
-            "DistributedDataParallel: the module is wrapped already, by with_bagua; wrap it once"
+            "DistributedDataParallel: the module is wrapped already, by bagua.wrap; wrap it once"
         )
     ignored = ignored_names(module)
     named = [(name, p) for name, p in module.named_parameters() if name not in ignored]

@@ -427,8 +427,8 @@ class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
 
     def with_bagua(self, *_: Any, **__: Any) -> torch.nn.Module:
         raise RuntimeError(
-            "with_bagua: this is a DistributedDataParallel already; pass algorithm= to it, or call "
-            "with_bagua on the module itself instead"
+            "bagua.wrap: this is a DistributedDataParallel already; pass algorithm= to it, or call "
+            "bagua.wrap on the module itself instead"
         )
 
     def __getattr__(self, name: str) -> Any:
