@@ -259,6 +259,8 @@ def _tell(what):
 
 
 def main():
+    # Hundreds of threads that wait for the interpreter would each ask for it every 5 ms.
+    sys.setswitchinterval(0.5)
     role, *numbers = sys.argv[1:]
     if role == "store":
         _serve_store()
