@@ -9,6 +9,7 @@ import time
 from types import FrameType
 
 _noticed: float | None = None
+_last: threading.Timer | None = None  # ends a process that a SIGTERM has not
 
 
 def leave() -> None:
@@ -42,9 +43,9 @@ class Sigterm:
     """
 
     def __init__(self, seconds: float) -> None:
-        self._process = os.getpid()
-        self._last = threading.Timer(seconds, os.kill, (self._process, signal.SIGTERM))
-        self._last.daemon = True
+        global _noticed
+        _noticed = None  # without a mailbox it does nothing
+        self._process, self._seconds = os.getpid(), seconds
         free = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         if free and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._told)
@@ -54,14 +55,18 @@ class Sigterm:
         if os.getpid() != self._process:  # a child, such as a worker that loads data
             os.kill(os.getpid(), signal.SIGTERM)
             return
-        self._last.start()
+        global _last
+        _last = threading.Timer(self._seconds, os.kill, (self._process, signal.SIGTERM))
+        _last.daemon = True
+        _last.start()
         leave()
 
     def end(self) -> None:
-        """Forget the notice, and end by SIGTERM again."""
-        global _noticed
-        _noticed = None
-        self._last.cancel()
+        """Forget the notice, also one that another mailbox's has taken; end by SIGTERM again."""
+        global _noticed, _last
+        if _last is not None:
+            _last.cancel()
+        _noticed = _last = None
         mine = signal.getsignal(signal.SIGTERM) == self._told
         if mine and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
