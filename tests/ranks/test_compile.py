@@ -138,7 +138,7 @@ def whole_graph_of_a_wrapped_module():
 
 def test_code_that_cannot_be_one_graph_raises_with_the_remedy(ranks):
     for message in ranks(2, whole_graph_of_a_wrapped_module):
-        assert "torch.compile(model, fullgraph=True).with_bagua(...)" in message
+        assert "bagua.wrap(torch.compile(model, fullgraph=True), ...)" in message
 
 
 @training.with_group

@@ -57,9 +57,9 @@ def disabled():
     ddp = DistributedDataParallel(network())
     train(ddp, (2, 2), enable=False)
     training.assert_ranks_agree(ddp)
-    optimizer = training.sgd(ddp)
+    averaged = network()
     local = DistributedDataParallel(
-        network(), optimizers=[optimizer], algorithm=DecentralizedAlgorithm(False)
+        averaged, optimizers=[training.sgd(averaged)], algorithm=DecentralizedAlgorithm(False)
     )
     with pytest.raises(NotImplementedError, match="power_sgd and sparse; with Decentr"):
         local.join()
