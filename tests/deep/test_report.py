@@ -109,6 +109,14 @@ def test_a_variable_that_nothing_reads_is_marked(monkeypatch):
     assert re.search(r"BAGUA_LANES=2(?! \()", told)
 
 
+def test_a_secret_is_not_printed(monkeypatch):
+    monkeypatch.setenv("BAGUA_MAILBOX_SECRET", "hush-hush")
+    monkeypatch.setenv("BAGUA_MAILBOX_SECRETS", "hush-hush")
+    told = fields()["variables"]
+    assert "BAGUA_MAILBOX_SECRET=(hidden)" in told
+    assert "hush" not in told
+
+
 def test_all_variables_that_the_package_reads_are_known():
     read = set()
     for path in [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "mlbench_core").rglob("*.py")]:

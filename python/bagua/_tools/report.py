@@ -27,6 +27,7 @@ VARIABLES = (
     "BAGUA_COMM",
     "BAGUA_DEFAULT_BUCKET_SIZE",
     "BAGUA_LANES",
+    "BAGUA_MAILBOX_SECRET",
     "BAGUA_NCCL_LIBRARY",
     "BAGUA_STARTED_HOROVOD",
     "BAGUA_STRAGGLER_SECONDS",
@@ -176,10 +177,15 @@ def _variables() -> list[str]:
     own = [name for name in sorted(os.environ) if name.startswith("BAGUA_")]
     others = [name for name in sorted(os.environ) if _OTHERS.fullmatch(name)]
     lines = [
-        f"{name}={os.environ[name]}{'' if name in VARIABLES else ' (not read by this version)'}"
+        f"{name}={_shown(name)}{'' if name in VARIABLES else ' (not read by this version)'}"
         for name in own
     ]
     return (lines or ["no BAGUA_* variable is set"]) + [f"{n}={os.environ[n]}" for n in others]
+
+
+def _shown(name: str) -> str:
+    """The value of a variable, unless it is nobody's business."""
+    return "(hidden)" if "SECRET" in name else os.environ[name]
 
 
 # The network.
