@@ -145,9 +145,10 @@ def assert_one_table_without_a_terminal(store):
     end = subprocess.run([*TOP, store, "--once"], capture_output=True, text=True, timeout=60)
     assert end.returncode == 0, end.stderr
     assert "\x1b" not in end.stdout
-    lines = end.stdout.splitlines()
-    assert [line.split()[0] for line in lines[3:]] == ["0", "1"]
-    assert all(float(line.split()[3]) > 0 for line in lines[3:])
+    rows, advice = end.stdout.splitlines()[3:5], end.stdout.splitlines()[5:]
+    assert [line.split()[0] for line in rows] == ["0", "1"]
+    assert all(float(line.split()[3]) > 0 for line in rows)
+    assert not advice or re.match(r"rank 1 takes .* give it", advice[1]), "of the present moment"
 
 
 @pytest.mark.parametrize("variables", [{}, {"BAGUA_TOP": "0.05"}], ids=str)
