@@ -165,9 +165,10 @@ def test_an_optimizer_that_steps_on_a_copy_is_refused_after_a_round(ranks, name,
     assert "compute in bfloat16 by torch.autocast" in error
 
 
-@over(name=["decentralized", "diloco"], make=[OfAThread, LateMasters])
-def test_rounds_that_are_undone_where_no_copy_is_seen_are_a_warning(ranks, name, make):
-    first, second = ranks(2, warnings_of, name, make)
+@over(make=[OfAThread, LateMasters])
+def test_rounds_that_are_undone_where_no_copy_is_seen_are_a_warning(ranks, make):
+    """Not with a round after each step, which leaves none to compare with."""
+    first, second = ranks(2, warnings_of, "diloco", make)
     warning = next(text for text in first + second if "seems to step on a copy" in text)
     assert f"{make.__name__} seems" in warning
     assert "were led back to those before by the step() after 5 rounds" in warning
@@ -207,3 +208,24 @@ def lookahead(params):
 @over(case=[("decentralized", m) for m in (sgd, still, averaged, lookahead)] + [("diloco", Hidden)])
 def test_an_optimizer_that_steps_on_the_weights_is_not(ranks, case):
     assert ranks(2, train, *case) == [None, None]
+
+
+@training.with_group
+def apart(name):
+    """Warnings of steps in a constant direction, another one on each rank, as averages oppose."""
+
+    def run():
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model.with_bagua([optimizer], ALGORITHMS[name]())
+        for _ in range(60 if name != "async" else 600):
+            optimizer.zero_grad()
+            (model(torch.ones(1, 4)).sum() * (1 - 2 * dist.get_rank())).backward()
+            optimizer.step()
+
+    return [text for text in training.warnings_of(run) if "seems to step on a copy" in text]
+
+
+@over(name=["decentralized", "diloco", "async"])
+def test_ranks_that_pull_apart_are_not_warned_of_a_copy(ranks, name):
+    assert ranks(2, apart, name) == [[], []]

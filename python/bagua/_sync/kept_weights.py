@@ -4,9 +4,10 @@
 2. Of those, elements before a round, after it and after the next step. A step on the weights ends
    near those that the round gave, one on a copy near those before it.
 
-Both together are an error. The second alone, again and again, is a warning: what writes the weights
-may run outside of torch's dispatcher or begin later, but a legal step, such as Newton's, may lead
-back to where the rank was.
+Both together are an error. The second alone is a warning, where it comes again and again and such
+steps go farther from what a round gave than steps between rounds go: what writes the weights may
+run outside of torch's dispatcher or begin later. A legal step, as where ranks' gradients point
+away from each other, may lead back to where the rank was, but is no longer than others.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def refuse_others(
             f"module '{module_name}': {shown} has none of its parameters, but copies of them, or "
             f"those that it had before they were replaced. What {algorithm_name} gives the "
             "parameters would be lost. Give bagua.wrap an optimizer that is made of "
-            "module.parameters() as they are now."
+            "module.parameters()."
         )
 
 
@@ -67,6 +68,7 @@ class KeptWeights:
         self._weights = [(name, p) for name, p in weights if id(p) in own]
         self._watch: _C.OverwriteWatch | None = None
         self._steps = self._rounds = self._undone = 0
+        self._usual = 0.0  # the farthest that a step between rounds went
         self._seen = False  # that suspects were overwritten; else they are a sample
         self._suspects: list[tuple[str, torch.nn.Parameter]] = []
         self._left: list[torch.Tensor] = []  # samples at the end of the last step
@@ -104,6 +106,7 @@ class KeptWeights:
     def _decide(self, now: list[torch.Tensor]) -> None:
         self._steps += 1
         if _distance(self._left, self._given) == 0:  # no round has given other weights
+            self._usual = max(self._usual, _distance(self._given, now))
             self._suspects = self._suspects if self._steps < _MOST_STEPS else []
             return
         from_own, from_given = _distance(self._left, now), _distance(self._given, now)
@@ -111,7 +114,7 @@ class KeptWeights:
         if undone and self._seen:
             raise BaguaError(self._text("steps on a copy", "were overwritten by its next step()"))
         self._rounds += 1
-        self._undone += undone
+        self._undone += undone and from_given > _FAR * self._usual > 0
         due = self._undone == _UNDONE_ROUNDS
         if due:
             leads = f"were led back to those before by the step() after {_UNDONE_ROUNDS} rounds"
