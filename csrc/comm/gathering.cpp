@@ -148,29 +148,31 @@ void Gathering::arrive() {
 }
 
 void Gathering::await_stage() {
+  if (complete_) return;
+  check_wanted();
   const auto start = steady_clock::now();
+  complete_ = wait_for_a_slice();
   while (!complete_) {
     check_wanted();
-    const auto begun = steady_clock::now();
-    const auto waited = std::chrono::duration_cast<milliseconds>(begun - start);
-    const auto left = std::chrono::duration_cast<milliseconds>(deadline_ - begun);
-    if (waited >= kSlice) {
-      complete_ = store_->check({stage_key()});
-      if (!complete_ && left <= milliseconds{0}) throw TimeoutError(missing());
-      if (!complete_) {
-        std::this_thread::sleep_for(std::min({waited / kPartOfThePause, left, kSlice}));
-      }
-      continue;
-    }
-    const auto slice = std::clamp(left, milliseconds{1}, kSlice);
-    try {
-      store_->wait({stage_key()}, slice);
-      complete_ = true;
-    } catch (const std::exception&) {
-      const auto now = steady_clock::now();
-      if (now >= deadline_) throw TimeoutError(missing());
-      if (now - begun < slice / 2) throw;  // the store does not work
-    }
+    if ((complete_ = store_->check({stage_key()}))) return;
+    const auto now = steady_clock::now();
+    if (now >= deadline_) throw TimeoutError(missing());
+    std::this_thread::sleep_for(std::min<steady_clock::duration>(
+        {(now - start) / kPartOfThePause, deadline_ - now, kSlice}));
+  }
+}
+
+// Whether the stage was complete within it.
+bool Gathering::wait_for_a_slice() {
+  const auto begun = steady_clock::now();
+  const auto left = std::chrono::duration_cast<milliseconds>(deadline_ - begun);
+  const auto slice = std::clamp(left, milliseconds{1}, kSlice);
+  try {
+    store_->wait({stage_key()}, slice);
+    return true;
+  } catch (const std::exception&) {
+    if (steady_clock::now() - begun < slice / 2) throw;  // the store does not work
+    return false;
   }
 }
 

@@ -76,6 +76,7 @@ class Gathering {
  private:
   void arrive();
   void await_stage();
+  bool wait_for_a_slice();
   std::string read(const std::string& key);
   std::vector<std::optional<std::string>> found();
   std::string missing();
