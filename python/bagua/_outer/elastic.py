@@ -55,7 +55,7 @@ from bagua._core.group.membership import (
 )
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.group.warn import warn_here
-from bagua._core.state.initial_state import broadcast_optimizer, broadcast_tensors
+from bagua._outer.loop import broadcast_fragments
 from bagua._outer.strategies import Elastic, FixedRanks
 
 if TYPE_CHECKING:
@@ -302,10 +302,8 @@ class ElasticRanks(FixedRanks):
         some = self._group.connect_some("outer", [transfer.source, *joining])
         if some is None:
             return None
-        with some.collective_phase(f"giving the anchor of rank {transfer.source}"):
-            for fragment in loop.state.fragments:
-                broadcast_tensors(fragment.anchors, some)
-                broadcast_optimizer(fragment.optimizer, some)
+        what = f"giving the anchor of rank {transfer.source}"
+        broadcast_fragments(loop.state.fragments, some, what)
         return some
 
     def _warn(self, name: str, report: Report, change: Change) -> None:

@@ -30,6 +30,7 @@ from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.group.warn import warn
 from bagua._core.state.entries import PLAIN_DTYPES, tensors_in
+from bagua._core.state.initial_state import broadcast_state
 from bagua._core.state.ledger import Commit
 from bagua._core.state.saved_values import copied, digest, saved_tensor
 from bagua._core.state.shards import local
@@ -48,6 +49,7 @@ from bagua._sync.optimizer_steps import StepAttempts, only_makes_state
 from bagua._sync.synchronizer import Synchronizer
 
 if TYPE_CHECKING:
+    from bagua._core.group.connections import Connections
     from bagua.torch_api.bucket import BaguaBucket
 
 REMEDY = "the checkpoint is of another model or algorithm"
@@ -693,6 +695,15 @@ class OuterState:
 
     def digest(self) -> int:
         return digest_of(self.named())
+
+
+def broadcast_fragments(fragments: Sequence[Fragment], connections: Connections, what: str) -> None:
+    """Overwrite anchors, and the outer optimizers' state, with those of rank 0 of ``connections``.
+
+    what: words for the wait.
+    """
+    anchors = [anchor for fragment in fragments for anchor in fragment.anchors]
+    broadcast_state(anchors, [each.optimizer for each in fragments], connections, what=what)
 
 
 def _wide(weight: torch.Tensor) -> torch.Tensor:

@@ -79,14 +79,34 @@ def broadcast_state(
     optimizers: Sequence[torch.optim.Optimizer],
     connections: Connections,
     source: int = 0,
+    what: str = "",
 ) -> None:
-    """Overwrite ``tensors`` and the optimizers' state with those of rank ``source``.
+    """Overwrite ``tensors``, and the optimizers' state and hyper-parameters, with those of a rank.
 
+    State that a rank does not have yet is created; CPU tensors such as ``step`` stay on CPU.
     A ``ZeroRedundancyOptimizer`` keeps its own state: each rank has that of other parameters.
+    TypeError on every rank where ``source`` has neither tensors nor plain data; BaguaMismatchError,
+    with nothing changed, where a message describes no optimizer of these parameters.
+
+    what: words for the wait.
     """
+    if connections.size == 1:
+        return
     own = [o for o in optimizers if all(k.__name__ != _SHARDED for k in type(o).__mro__)]
-    with connections.collective_phase(f"giving rank {source}'s state to all ranks"):
-        _broadcast_all(tensors, own, connections, source)
+    with connections.collective_phase(what or f"giving rank {source}'s state to all ranks"):
+        # 1. The descriptions, as text, whose beginnings travel with the tensors.
+        texts = [_Text(optimizer) for optimizer in own]
+        broadcast_tensors([*tensors, *(text.head for text in texts)], connections, source)
+        for optimizer, text in zip(own, texts, strict=True):
+            received = text.broadcast_rest(most_text_bytes(optimizer), connections, source)
+            states, others, groups, reader = read_description(received, optimizer)
+            # 2. A place for every tensor.
+            held = text.tensors
+            if connections.main_communicator("cpu").rank != source:
+                _fill(optimizer, states, others, groups, reader)
+                held = reader.tensors
+            # 3. Their values.
+            broadcast_tensors(held, connections, source)
 
 
 def _messages(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -103,41 +123,6 @@ def _messages(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         size += tensor.nbytes
         open_ones[tensor.device] = (message, size) if size < _MESSAGE_BYTES else ([], 0)
     return messages
-
-
-def broadcast_optimizer(
-    optimizer: torch.optim.Optimizer, connections: Connections, source: int = 0
-) -> None:
-    """Overwrite the optimizer's state and hyper-parameters with those of rank ``source``.
-
-    State that a rank does not have yet is created; CPU tensors such as ``step`` stay on CPU.
-    TypeError on every rank where ``source`` has neither tensors nor plain data; BaguaMismatchError,
-    with nothing changed, where the message describes no optimizer of these parameters.
-    """
-    _broadcast_all([], [optimizer], connections, source)
-
-
-def _broadcast_all(
-    tensors: Sequence[torch.Tensor],
-    optimizers: Sequence[torch.optim.Optimizer],
-    connections: Connections,
-    source: int,
-) -> None:
-    if connections.size == 1:
-        return
-    # 1. The descriptions, as text, whose beginnings travel with the tensors.
-    texts = [_Text(optimizer) for optimizer in optimizers]
-    broadcast_tensors([*tensors, *(text.head for text in texts)], connections, source)
-    for optimizer, text in zip(optimizers, texts, strict=True):
-        received = text.broadcast_rest(most_text_bytes(optimizer), connections, source)
-        states, others, groups, reader = read_description(received, optimizer)
-        # 2. A place for every tensor.
-        held = text.tensors
-        if connections.main_communicator("cpu").rank != source:
-            _fill(optimizer, states, others, groups, reader)
-            held = reader.tensors
-        # 3. Their values.
-        broadcast_tensors(held, connections, source)
 
 
 def _fill(

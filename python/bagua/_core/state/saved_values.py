@@ -116,14 +116,19 @@ def saved_tensor(
     return value
 
 
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements' bits as integers, flat."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    return flat.view(_INTEGERS[flat.element_size()])
+
+
 def digest(tensor: torch.Tensor) -> torch.Tensor:
     """64 bits of the exact bits of ``tensor`` and their order, on its device (int64, no dims).
 
     The sum of all elements' bits, each times an odd number that depends on its place, modulo 2**64:
     a change of one element always changes it.
     """
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    bits = flat.view(_INTEGERS[flat.element_size()])
+    bits = bits_of(tensor)
     result = torch.zeros((), dtype=torch.int64, device=tensor.device)
     factors = _factors(tensor.device)
     for part in bits.split(_CHUNK):

@@ -9,10 +9,9 @@ import torch
 from bagua import _C
 from bagua._core.group.connections import Connections
 from bagua._core.state.initial_state import broadcast_tensors
-from bagua._core.state.saved_values import digest
+from bagua._core.state.saved_values import bits_of, digest
 
 _SAMPLED_ELEMENTS = 1024  # of each frozen weight, evenly spaced
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 def mean_of(tensor: torch.Tensor, connections: Connections) -> torch.Tensor:
@@ -82,9 +81,7 @@ def _sum_of_bits(tensor: torch.Tensor) -> int:
     """The sum of the elements' bits as integers: it depends on no order of additions."""
     if type(tensor.data) is not torch.Tensor or tensor.layout != torch.strided:
         return 0  # what its memory is only the class knows
-    values = tensor.detach().resolve_conj()
-    values = torch.view_as_real(values) if values.is_complex() else values
-    return int(values.view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64))
+    return int(bits_of(tensor).sum(dtype=torch.int64))
 
 
 def _finite(tensors: Iterable[torch.Tensor]) -> bool:

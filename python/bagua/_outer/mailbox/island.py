@@ -19,8 +19,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup, Island
-from bagua._core.state.initial_state import broadcast_optimizer, broadcast_tensors
-from bagua._outer.loop import Fragment
+from bagua._core.state.initial_state import broadcast_tensors
+from bagua._outer.loop import Fragment, broadcast_fragments
 from bagua._outer.mailbox.post import Overtaken
 
 Value = TypeVar("Value")
@@ -88,12 +88,8 @@ class Inside:
 
     def broadcast_fragments(self, fragments: Sequence[Fragment], what: str) -> None:
         """Overwrite anchors, and the outer optimizers' state, with those of the first rank."""
-        if self._connections is None:
-            return
-        with self._connections.collective_phase(what):
-            for fragment in fragments:
-                broadcast_tensors(fragment.anchors, self._connections)
-                broadcast_optimizer(fragment.optimizer, self._connections)
+        if self._connections is not None:
+            broadcast_fragments(fragments, self._connections, what)
 
     def total(self, what: str, number: float) -> float:
         """The sum of the ranks' numbers."""
