@@ -43,7 +43,7 @@ def run(*arguments, **variables):
 
 
 def outputs_of_one_anchor(islands, rounds):
-    """What islands print until their end, after so many rounds, with one anchor."""
+    """Output of islands until their end, after so many rounds, with one anchor."""
     try:
         outputs = [each.communicate(timeout=90)[0].decode() for each in islands]
     finally:

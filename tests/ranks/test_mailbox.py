@@ -696,7 +696,7 @@ def test_sigterm_is_a_notice_to_an_island(ranks, tmp_path):
 
 @training.with_group
 def shown(folder):
-    """What `bagua mailbox` prints of three islands: one at work, one late, one that has left."""
+    """Output of `bagua mailbox` for three islands: one at work, one late, one that has left."""
     hasty()
     oslo, paris, rome = (island(folder, name) for name in NAMES)
     train(*rome, range(2))

@@ -27,7 +27,7 @@ def _codec_of(bucket: BaguaBucket) -> str | None:
 
 
 def body_bytes(bucket: BaguaBucket) -> int:
-    """Of a bucket in a contribution."""
+    """Bytes of a bucket's payload in a contribution."""
     flat, codec = bucket.backend_tensor, _codec_of(bucket)
     if codec is None:
         return flat.nbytes

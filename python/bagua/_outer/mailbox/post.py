@@ -51,7 +51,7 @@ class Result(NamedTuple):
 Anchor: TypeAlias = "tuple[dict[str, int], list[Fragment]]"
 
 
-class Post:
+class PostOffice:
     """Contributions, manifests and anchors of an island that has entered a run.
 
     Thread safety: one thread at a time, but for ``late_rounds``.

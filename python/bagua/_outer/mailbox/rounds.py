@@ -42,7 +42,7 @@ from bagua._outer.mailbox.claims import Claim, Lives
 from bagua._outer.mailbox.island import Inside
 from bagua._outer.mailbox.letters import Contribution
 from bagua._outer.mailbox.patience import Job, Patience
-from bagua._outer.mailbox.post import Anchor, Overtaken, Post, Result, digest_before
+from bagua._outer.mailbox.post import Anchor, Overtaken, PostOffice, Result, digest_before
 from bagua._outer.mailbox.store import place_at, public, without_credentials
 from bagua._outer.strategies import FixedRanks, RankWeights
 from bagua._sync.engine import describe
@@ -88,7 +88,7 @@ class MailboxRanks(FixedRanks):
         self._leaves = False  # after this step, all ranks of the island
         self._deadline: float | None = None  # of the waits of one that leaves
         self._entered = False
-        self._post: Post | None = None  # of an island's first rank that has entered
+        self._post: PostOffice | None = None  # of an island's first rank that has entered
         self._loop: Callable[[], OuterLoop | None] = lambda: None
         self._job: Job[Result] | None = None  # of the round under way
         self._launches = 0
@@ -125,7 +125,7 @@ class MailboxRanks(FixedRanks):
         self._reached = -1
         self._catch_up(loop)
 
-    def _enter(self, loop: OuterLoop) -> Post:
+    def _enter(self, loop: OuterLoop) -> PostOffice:
         """Begin or join the run, under this island's name."""
         own = self._mailbox
         try:
@@ -151,7 +151,7 @@ class MailboxRanks(FixedRanks):
 
         claim = self._run(loop, box, "entering", enter)
         weakref.finalize(self, claim.end)
-        return Post(own, box, claim, Lives(place, box.run, own.secret))
+        return PostOffice(own, box, claim, Lives(place, box.run, own.secret))
 
     def _run(
         self, loop: OuterLoop, box: Box, what: str, function: Callable[[Patience], Value]
@@ -241,7 +241,11 @@ class MailboxRanks(FixedRanks):
         loop, post = self._known_loop(), self._post
         number = loop.state.communications
         part = number % len(loop.state.fragments)
-        weight = self._weight(loop, part)
+        what = f"{self._who(loop)}, launching outer round {number + 1}"
+        if self._inside.size > 1:
+            digest, told = digest_of(loop.weights()), leaving.noticed() is not None
+            self._leaves = self._inside.check_equal(what, digest, told)
+        weight = self._weight(loop, part, what)
         buckets = buckets_of(loop, part)
         own, letter = None, bytearray(sum(map(body_bytes, buckets)))
         body = memoryview(letter)
@@ -260,12 +264,8 @@ class MailboxRanks(FixedRanks):
             exchange = partial(post.exchange, loop, own, letter)
             self._job = Job(exchange, self._patience(post.box))
 
-    def _weight(self, loop: OuterLoop, part: int) -> float:
-        """Of this island in a round; BaguaMismatchError: its ranks hold different weights."""
-        what = f"{self._who(loop)}, launching outer round {loop.state.communications + 1}"
-        if self._inside.size > 1:
-            digest, told = digest_of(loop.weights()), leaving.noticed() is not None
-            self._leaves = self._inside.check_equal(what, digest, told)
+    def _weight(self, loop: OuterLoop, part: int, what: str) -> float:
+        """The weight of this island in a round."""
         own = loop.state.rank_weights.weight(part)
         by_samples = type(loop.state.rank_weights) is not RankWeights
         return self._inside.total(what, own) if by_samples else own
@@ -369,6 +369,6 @@ class MailboxRanks(FixedRanks):
         assert loop is not None
         return loop
 
-    def _known_post(self) -> Post:
+    def _known_post(self) -> PostOffice:
         assert self._post is not None
         return self._post
