@@ -1,4 +1,4 @@
-// What one of many ranks finds out about a lost one, for all of them.
+// A verdict about lost ranks: one of many ranks looks for them, on behalf of all.
 #pragma once
 
 #include <memory>
@@ -27,7 +27,7 @@ struct Verdict {
 // Waits for the rank that looks, at most kUntilVerdict and its own requests.
 Verdict await_verdict(Board& board) noexcept;
 
-// Of a rank that has looked for all; null: the store did not answer.
+// Called by the rank that has looked for all; null: the store did not answer.
 void write_verdict(Board& board, const std::shared_ptr<const Snapshot>& before,
                    const std::shared_ptr<const Snapshot>& after) noexcept;
 

@@ -22,7 +22,7 @@ def test_1024_members_wrap_in_half_a_minute_of_two_cores_and_miss_a_lost_store()
 
 
 def test_512_members_name_a_killed_one_and_hear_of_a_failure():
-    """1,024 do too where two cores can run all their threads: some find the store silent here."""
+    """Not 1,024: on two cores some of so many find the store silent."""
     with Members(SIZE // 2, PROCESSES) as members:
         many.begin(members)
         before = members.processor_seconds()

@@ -225,7 +225,7 @@ class AveragingSynchronizer(Synchronizer):
                 self.lane.leave()
 
     def _leave_at_the_end(self) -> None:
-        """:meth:`leave`, where a weight of another shape than at the wrap stays as it is."""
+        """:meth:`leave`, but a weight of another shape than at the wrap is left unchanged."""
         with suppress(_C.BaguaError):
             self.leave()
 

@@ -92,7 +92,7 @@ def _show(view: View, arguments: argparse.Namespace) -> None:
 
 
 class View:
-    """What is known of a mailbox. OSError, Damaged, BaguaError: it cannot be read."""
+    """Contents of a mailbox at the last look. OSError, Damaged, BaguaError: it cannot be read."""
 
     def __init__(self, box: Box) -> None:
         self._box, self._place = box, box.place

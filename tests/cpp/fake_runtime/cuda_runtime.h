@@ -44,7 +44,7 @@ struct cudaLaunchConfig_t {
 };
 struct cudaFuncAttributes {};
 
-// What was asked for.
+// Notes of the calls.
 inline std::vector<cudaLaunchConfig_t> launched;
 inline std::vector<const void*> loaded;
 inline std::vector<unsigned> flags_of_host_memory;

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from bagua import _C
 from bagua._core.group import connections as _transport
 from support.programs.fake_nccl import FakeCuda, FakeNccl, build_fake_driver
-from support.threads.thread_ranks import run_threads
+from support.threads.thread_ranks import run_threads, wait_until
 
 CUDA = torch.device("cuda", 1)
 TIMEOUT = 0.4
@@ -41,10 +41,8 @@ def all_reduce(comm, host):
 
 def until_done():
     """Waits for all work of the calling thread's stream."""
-    start = time.monotonic()
-    while not nccl.have_ended(cuda.stream(), nccl.given(cuda.stream())):
-        assert time.monotonic() - start < 20
-        time.sleep(0.001)
+    stream, given = cuda.stream(), nccl.given(cuda.stream())
+    wait_until(lambda: nccl.have_ended(stream, given), "the stream", 20)
 
 
 def failure_of(comm):
@@ -210,9 +208,8 @@ def threads_of_a_communicator_leave_captures_of_others_alone():
         host = torch.ones(3)  # must outlive the kernel
         all_reduce(comm, host)
         until_done()
-        start = time.monotonic()
-        while driver.fake_driver_threads_in_thread_local_mode() < 2:
-            assert time.monotonic() - start < 20, "a watchdog has not begun"
+        watchdogs = driver.fake_driver_threads_in_thread_local_mode
+        wait_until(lambda: watchdogs() == 2, "both watchdogs", 20)
         barrier.wait()
         comm.abort("no more")
 

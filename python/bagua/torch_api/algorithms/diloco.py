@@ -264,7 +264,9 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         elastic = self.arguments.elastic
         if elastic and (elastic.mails or self.process_group.island is None):
             unless = "with process_group=connect_islands(...)"
-            refuse_shards(bagua_ddp, "elastic", f"{'Elastic() ' * elastic.mails}{unless}")
+            if elastic.mails:
+                unless = f"Elastic() {unless}"
+            refuse_shards(bagua_ddp, "elastic", unless)
         self._loop = None
         if not self.warmed_up:
             self.ledger.restore(self.ledger.counters, [])
