@@ -1,6 +1,8 @@
 """All ranks start with the optimizer state of rank 0. Weights: situations/buffers.py."""
 
+import collections
 import io
+import re
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from bagua._core.state.archive import load_archive
 from bagua.torch_api._rank_state import rank_state, restore
 from bagua.torch_api.algorithms import Algorithm, GradientAllReduceAlgorithm, QAdamOptimizer
 from support import training
+from support.cases import over
 from support.options import Mode, Settings, StrangeSGD, options, shown, strange_state
 
 
@@ -63,6 +66,51 @@ def test_optimizer_state_that_cannot_be_sent_is_named_and_raises_everywhere(rank
     assert "param_groups[0]['strange'] is a tuple_iterator" in first
     assert "keep the value in an attribute of the optimizer" in first
     assert second.startswith("TypeError: an optimizer of rank 0 has an entry that cannot be sent")
+
+
+def of_itself():
+    inner = collections.deque()
+    inner.append([inner])
+    return inner
+
+
+def of_a_function():
+    class Inner:
+        pass
+
+    return Inner()
+
+
+def of_another_function():
+    return re.compile("a")
+
+
+class Pair:
+    def __reduce__(self):
+        return Pair, (torch.ones(2),)
+
+
+@training.with_group
+def wrap_with(make):
+    model = training.network()
+    optimizer = training.sgd(model)
+    optimizer.param_groups[0]["strange"] = make()
+    return training.error_of(lambda: model.with_bagua([optimizer], GradientAllReduceAlgorithm()))
+
+
+@over(
+    case=[
+        (of_itself, "['strange'] is a deque; only what pickling makes by a call of a class"),
+        (of_a_function, "['strange'] is of a class inside a function"),
+        (of_another_function, "['strange'] is a Pattern; only"),
+        (Pair, "['strange'] is a Pair, which pickling calls with tensors"),
+    ]
+)
+def test_values_that_no_other_rank_could_make_are_named(ranks, case):
+    make, text = case
+    for message in ranks(2, wrap_with, make):
+        assert message.startswith("TypeError: optimizer entry param_groups[0]" + text)
+        assert "keep the value in an attribute of the optimizer" in message
 
 
 @training.with_group

@@ -3,7 +3,12 @@
 import collections
 import dataclasses
 import enum
-from datetime import timedelta
+import functools
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
+from uuid import UUID
 
 import numpy as np
 import torch
@@ -31,6 +36,19 @@ class Settings:
     inner: object = None
 
 
+class Window:
+    """What no decorator has made."""
+
+    __slots__ = "__dict__", "size"
+
+    def __init__(self, size, others):
+        self.size = size
+        self.others = others
+
+    def __repr__(self):
+        return f"Window({self.size}, {self.others})"
+
+
 Bounds = collections.namedtuple("Bounds", "low high")
 
 
@@ -47,8 +65,14 @@ def options(factor):
         "dtypes": [torch.bfloat16, torch.float8_e4m3fn, np.dtype("f4"), np.float32, float],
         "torch": [torch.device("cpu"), torch.Size([2, factor]), torch.strided, torch.channels_last],
         "made": [range(1, 9, factor), slice(None, factor), timedelta(days=factor, microseconds=1)],
+        "of the library": [
+            *(Decimal("1.20"), Path("/a") / str(factor), PurePosixPath("b"), UUID(int=factor)),
+            *(datetime(2026, 1, factor, tzinfo=UTC), date(2026, 1, factor), SimpleNamespace(a=1)),
+            collections.deque([torch.full((2,), 1.0 * factor), factor], maxlen=3),
+        ],
+        "of a class": [Window(factor, {"rates": [0.5]}), functools.partial(shown, loosely=True)],
         "sets": [{1, "two", (3, None)}, frozenset(["a", Mode.SLOW])],
-        "dict": {1: "one", "two": {2.5: [factor], (1, "x"): {}}, None: [], Mode.PAIR: 4},
+        "dict": {1: "one", "two": {2.5: [factor], (1, "x"): {}}, None: [], Mode.PAIR: 4, KEY: 5},
         "enums": [Mode.SLOW, Mode.PAIR, Level.ONE, Parts.LEFT | Parts.RIGHT],
         "dataclass": Settings(0.5 * factor, Settings(1, {3: np.float32(2)})),
         "named": Bounds(np.int64(factor), [torch.full((2,), 1.0 * factor)]),
@@ -58,6 +82,7 @@ def options(factor):
     }
 
 
+KEY = timedelta(days=2)
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.bool, torch.complex64)
 
 
@@ -65,9 +90,11 @@ def shown(value, loosely=False):
     """Text that differs where values or their types do; ``loosely``: but not tensors' dtypes."""
     if isinstance(value, torch.Tensor) and loosely:
         return str(value.to(torch.complex128).tolist())
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if isinstance(value, functools.partial):
+        return f"partial {shown([value.func, value.args, value.keywords])}"
+    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
         items = [shown(item, loosely) for item in value]
-        ordered = isinstance(value, (list, tuple))
+        ordered = isinstance(value, (list, tuple, collections.deque))
         return f"{type(value).__name__}{items if ordered else sorted(items)}"
     if isinstance(value, dict):
         return str(sorted((shown(key), shown(item, loosely)) for key, item in value.items()))

@@ -23,12 +23,12 @@ from bagua._core.group.warn import warn
 from bagua._core.state.shards import local
 from bagua._sync.optimizer_steps import StepHook
 
-_WATCHED_STEPS = 3  # of each optimizer: the first one makes the copy, from the weights
+_WATCHED_STEPS = 3  # that change weights: the first one makes the copy, from the weights
 _MOST_ROUNDS = 20  # without a decision, after which there is none
 _MOST_STEPS = 500  # in which rounds are looked at
 _UNDONE_ROUNDS = 5  # after which a warning is due
 _SAMPLED_ELEMENTS = 256  # of each weight
-_SAMPLED_WEIGHTS = 8  # where nothing was seen to overwrite one
+_SAMPLED_WEIGHTS = 8  # while nothing was seen to overwrite one
 _FAR = 2.0  # times farther from the one than from the other
 
 
@@ -67,11 +67,11 @@ class KeptWeights:
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._weights = [(name, p) for name, p in weights if id(p) in own]
         self._watch: _C.OverwriteWatch | None = None
-        self._steps = self._rounds = self._undone = 0
+        self._watched = self._steps = self._rounds = self._undone = 0
         self._usual = 0.0  # the farthest that a step between rounds went
         self._seen = False  # that suspects were overwritten; else they are a sample
-        self._suspects: list[tuple[str, torch.nn.Parameter]] = []
-        self._left: list[torch.Tensor] = []  # samples at the end of the last step
+        self._suspects = self._weights[:: -(-len(self._weights) // _SAMPLED_WEIGHTS) or 1]
+        self._left: list[torch.Tensor] = []  # samples at the end of the last step that changed them
         self._given: list[torch.Tensor] = []  # and at the begin of this one
         # Before the hooks that make a round after a step.
         self.handles: list[RemovableHandle] = [
@@ -82,34 +82,39 @@ class KeptWeights:
     def _begin_step(self) -> None:
         if self._suspects:
             self._given = self._sample()
-        elif self._steps < _WATCHED_STEPS:
-            self._watch = _C.OverwriteWatch([local(p) for _, p in self._weights])
+            if self._watched < _WATCHED_STEPS and not self._seen:
+                self._watch = _C.OverwriteWatch([local(p) for _, p in self._weights])
 
     def _end_step(self) -> None:
-        if self._suspects:
+        if not self._given:  # a step inside this one has taken it
+            return
+        now, given = self._sample(), self._given
+        self._given = []
+        overwritten = self._watch.end() if self._watch else []
+        self._watch = None
+        self._steps += 1
+        if overwritten:
+            self._seen = True
+            self._suspects = [self._weights[number] for number in overwritten]
             now = self._sample()
-            if self._given:  # else a step inside this one has ended the watch
-                self._decide(now)
-            self._left, self._given = now, []
-        elif self._watch is not None:
-            self._suspects = [self._weights[number] for number in self._watch.end()]
-            self._seen = bool(self._suspects)
-            self._watch = None
-            self._steps += 1
-            if self._steps == _WATCHED_STEPS and not self._seen:
-                self._suspects = self._weights[:: -(-len(self._weights) // _SAMPLED_WEIGHTS) or 1]
-            self._left = self._sample()
+        elif _distance(given, now) > 0:  # else a step of several to come, as where gradients add up
+            self._watched += 1
+            if self._left:
+                self._decide(given, now)
+        elif self._left:
+            now = self._left  # what comes may still undo a round before
+        self._left = now
+        if self._steps == _MOST_STEPS or self._rounds == _MOST_ROUNDS:
+            self._suspects = []  # it is let pass
 
     def _sample(self) -> list[torch.Tensor]:
         return [_sample_of(local(p.data)) for _, p in self._suspects]
 
-    def _decide(self, now: list[torch.Tensor]) -> None:
-        self._steps += 1
-        if _distance(self._left, self._given) == 0:  # no round has given other weights
-            self._usual = max(self._usual, _distance(self._given, now))
-            self._suspects = self._suspects if self._steps < _MOST_STEPS else []
+    def _decide(self, given: list[torch.Tensor], now: list[torch.Tensor]) -> None:
+        if _distance(self._left, given) == 0:  # no round has given other weights
+            self._usual = max(self._usual, _distance(given, now))
             return
-        from_own, from_given = _distance(self._left, now), _distance(self._given, now)
+        from_own, from_given = _distance(self._left, now), _distance(given, now)
         undone, followed = from_given > _FAR * from_own, from_own > _FAR * from_given
         if undone and self._seen:
             raise BaguaError(self._text("steps on a copy", "were overwritten by its next step()"))
@@ -119,8 +124,8 @@ class KeptWeights:
         if due:
             leads = f"were led back to those before by the step() after {_UNDONE_ROUNDS} rounds"
             warn(self._text("seems to step on a copy", leads))
-        if due or (followed and self._seen) or self._rounds == _MOST_ROUNDS:
-            self._suspects, self._steps = [], _WATCHED_STEPS  # it is let pass
+        if due or (followed and self._seen):
+            self._rounds = _MOST_ROUNDS  # decided
 
     def _text(self, does: str, became: str) -> str:
         name, more = self._suspects[0][0], len(self._suspects) - 1

@@ -13,13 +13,20 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import timedelta
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NoReturn, TypeAlias
 
 import torch
 
+from bagua._core.state.reduced import (
+    Reduced,
+    makes_keys,
+    name_of,
+    rebuilt,
+    reduced,
+    standard,
+)
 from bagua._core.state.shards import local
 
 Entry: TypeAlias = dict[str, Any]
@@ -39,6 +46,7 @@ DTYPES = {
     )
 }
 _MOST_DEPTH = 16
+_PARTS = "arguments", "state", "items", "pairs"  # of a value that pickling makes
 _MOST_BITS = 4096  # of an integer: JSON reads no longer ones
 _OF_TORCH = {
     str(each).removeprefix("torch."): each
@@ -53,16 +61,11 @@ _REMEDY = (
 )
 
 
-#: Made of whole numbers, or None: the class, and the arguments that make a value of it.
-_MADE: dict[str, tuple[type, Callable[[Any], list[Any]]]] = {
-    "range": (range, lambda value: [value.start, value.stop, value.step]),
-    "slice": (slice, lambda value: [value.start, value.stop, value.step]),
-    "timedelta": (timedelta, lambda value: [value.days, value.seconds, value.microseconds]),
-}
-
-
-def _is_short(number: Any) -> bool:
-    return number is None or (type(number) is int and number.bit_length() <= _MOST_BITS)
+#: Whose values have entries of their own, as have those of numpy and of :func:`_is_own`.
+_WITH_ENTRIES = (
+    *(type(None), bool, int, float, str, complex, bytes, bytearray, *_SEQUENCES.values(), dict),
+    *(torch.Tensor, torch.device, torch.dtype, torch.layout, torch.memory_format),
+)
 
 
 class UnknownNameError(ValueError):
@@ -71,14 +74,15 @@ class UnknownNameError(ValueError):
 
 def held(roots: Iterable[Any]) -> dict[str, Any]:
     """By name: classes and functions in values, and those that the user has allowed torch."""
-    found, seen = allowed_by_user(), set()
+    found, seen = allowed_by_user(), dict[int, Any]()  # which keeps what _inside() makes alive
     left = [(root, 0) for root in roots]
     while left:
         value, depth = left.pop()
         if id(value) in seen or depth > _MOST_DEPTH or isinstance(value, torch.Tensor):
             continue
-        seen.add(id(value))
+        seen[id(value)] = value
         own = value if _is_named(value) else type(value) if _is_own(value) else None
+        own = other.made if (other := _reduced(value)) else own
         if own is not None:
             found[_name_of(own)] = own
         left += [(each, depth + 1) for each in _inside(value)]
@@ -101,9 +105,10 @@ def beyond_archives(value: Any, trusted: Mapping[str, Any], depth: int = 0) -> b
         return False
     if _is_own(value) or _is_named(value):
         return _name_of(value if _is_named(value) else type(value)) not in trusted
-    unread = (frozenset, torch.memory_format, range, slice, timedelta)
-    if isinstance(value, unread) or _of_numpy(value):
+    if isinstance(value, (frozenset, torch.memory_format)) or _of_numpy(value):
         return True
+    if (other := _reduced(value)) is not None:
+        return _name_of(other.made) not in trusted
     return any(beyond_archives(each, trusted, depth + 1) for each in _inside(value))
 
 
@@ -120,11 +125,23 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _inside(value: Any) -> list[Any]:
+    if (other := _reduced(value)) is not None:
+        return [*other.arguments, other.state, *other.items, other.pairs]
     if isinstance(value, Mapping):
         return [*value, *value.values()]
     if isinstance(value, (list, tuple, set, frozenset)):
         return [*value]
     return _fields_of(value) if _is_own(value) and not isinstance(value, Enum) else []
+
+
+def _reduced(value: Any) -> Reduced | None:
+    """How pickling makes a value that has no entry of another kind."""
+    of_torch = isinstance(value, (torch.nn.Module, torch.optim.Optimizer))
+    if of_torch or isinstance(value, _WITH_ENTRIES) or _is_own(value):
+        return None
+    return (
+        None if isinstance(value, type) or _is_named(value) or _of_numpy(value) else reduced(value)
+    )
 
 
 def _fields_of(value: Any) -> list[Any]:
@@ -149,6 +166,8 @@ def _is_named(value: Any) -> bool:
 
 
 def _name_of(value: Any) -> str:
+    if isinstance(value, type):
+        return name_of(value)
     return f"{value.__module__}.{value.__qualname__}"
 
 
@@ -162,6 +181,7 @@ class Writer:
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
+        self._around: set[int] = set()  # ids of the values that the one under way is in
 
     def entry(self, value: Any, where: str, depth: int = 0) -> Entry:
         """TypeError, which names ``where``, for what is not sent."""
@@ -185,12 +205,28 @@ class Writer:
                 if kind.endswith("set"):  # whose order differs between processes
                     return {kind: sorted((self._key(item, where) for item in value), key=str)}
                 return {kind: [self.entry(item, where, depth + 1) for item in value]}
+        if (other := _reduced(value)) is not None and id(value) not in self._around:
+            return self._made(value, other, where, depth)
         raise TypeError(
-            f"optimizer entry {where} is a {type(value).__name__}; only tensors, numbers, texts, "
-            "None, dtypes, arrays of numpy, enums, ranges, slices, timedeltas, functions of "
-            "modules, and lists, tuples, sets, "
-            f"dicts and dataclasses of them can be sent or saved. {_REMEDY}"
+            f"optimizer entry {where} is a {type(value).__name__}; only what pickling makes by a "
+            "call of a class that a module holds, and that does not hold itself, can be sent or "
+            f"saved. {_REMEDY}"
         )
+
+    def _made(self, value: Any, other: Reduced, where: str, depth: int) -> Entry:
+        if not _is_named(other.made):
+            raise TypeError(f"optimizer entry {where} is of a class inside a function. {_REMEDY}")
+        if tensors_in(other.arguments):
+            raise TypeError(
+                f"optimizer entry {where} is a {type(value).__name__}, which pickling calls with "
+                f"tensors. {_REMEDY}"
+            )
+        self._around.add(id(value))
+        parts = other.arguments, other.state, other.items, other.pairs
+        entries = [self.entry(each, where, depth + 1) for each in parts]
+        self._around.remove(id(value))
+        own = {"own": _name_of(other.made), "new": other.new}
+        return own | dict(zip(_PARTS, entries, strict=True))
 
     def _key(self, key: Any, where: str) -> Entry:
         entry = self.entry(key, f"{where}: the key {key!r:.80}")
@@ -246,9 +282,6 @@ def _leaf_of(value: Any) -> Entry | None:
         return {"complex": [value.real, value.imag]}
     if isinstance(value, (bytes, bytearray)):
         return {"bytes" if isinstance(value, bytes) else "bytearray": value.hex()}
-    for kind, (made, arguments) in _MADE.items():
-        if type(value) is made:
-            return {kind: arguments(value)} if all(map(_is_short, arguments(value))) else None
     if isinstance(value, torch.Size):
         return {"size": list(value)}
     if isinstance(value, torch.device):
@@ -262,8 +295,16 @@ def _is_hashable(entry: Entry) -> bool:
     for kind in ("tuple", "frozenset"):
         if kind in entry:
             return all(map(_is_hashable, entry[kind]))
-    others = {"tensor", "array", "list", "set", "dict", "bytearray", "fields", "slice"}
+    if "new" in entry:
+        return makes_keys(entry["own"])
+    others = {"tensor", "array", "list", "set", "dict", "bytearray", "fields"}
     return not others & entry.keys()
+
+
+def _has_tensors(entry: Any) -> bool:
+    if isinstance(entry, dict):
+        return "tensor" in entry or any(map(_has_tensors, entry.values()))
+    return isinstance(entry, list) and any(map(_has_tensors, entry))
 
 
 def _within(where: str, key: Any) -> str:
@@ -297,13 +338,6 @@ def _scalar(entry: Entry) -> Any:
     return numpy.frombuffer(data, dtype)[0]
 
 
-def _made(entry: Entry) -> Any:
-    ((kind, arguments),) = entry.items()
-    if not isinstance(arguments, list) or len(arguments) != 3 or not all(map(_is_short, arguments)):
-        raise ValueError("is not made of three whole numbers")
-    return _MADE[kind][0](*arguments)
-
-
 #: Of the entries that hold no others, by their kinds; any Exception where they are wrong.
 _LEAVES: dict[str, Callable[[Entry], Any]] = {
     "value": _plain,
@@ -315,7 +349,6 @@ _LEAVES: dict[str, Callable[[Entry], Any]] = {
     "device": lambda entry: torch.device(entry["device"]),
     "dtype": lambda entry: _dtype_of_numpy(entry["dtype"]),
     "scalar": _scalar,
-    **dict.fromkeys(_MADE, _made),
 }
 _KINDS = {
     "tensor": {"tensor", "shape", "device"},
@@ -323,6 +356,7 @@ _KINDS = {
     "scalar": {"scalar", "hex"},
     "member": {"own", "member"},
     "fields": {"own", "fields"},
+    "new": {"own", "new", *_PARTS},
     **{kind: {kind} for kind in (*_SEQUENCES, "dict", "own")},
     **{kind: {kind} for kind in _LEAVES.keys() - {"scalar"}},
 }
@@ -374,6 +408,8 @@ class Reader:
                 self.refuse(f"{where} {why}")
         for inner, name in self._inside(kind, entry, where):
             self.check(inner, name, depth + 1)
+        if kind == "new":
+            self._check_made(entry, where)
 
     def _inside(self, kind: str, entry: Entry, where: str) -> Iterator[tuple[Any, str]]:
         content = entry.get(kind)
@@ -384,6 +420,9 @@ class Reader:
                 yield item, where
                 if kind.endswith("set") and not _is_hashable(item):
                     self.refuse(f"{where} is a {kind} of what cannot be in one")
+        elif kind == "new":
+            for part in _PARTS:
+                yield entry[part], where
         elif kind == "dict":
             pairs = content if isinstance(content, list) else [None]
             for pair in pairs:
@@ -411,7 +450,10 @@ class Reader:
 
     def _check_own(self, kind: str, entry: Entry, where: str) -> None:
         name = entry["own"]
-        self._found = self._names() if self._found is None else self._found
+        if self._found is None:
+            self._found = self._names()
+        if (known := standard(name)) is not None:
+            self._found = {**self._found, name: known}
         if not isinstance(name, str) or name not in self._found:
             raise UnknownNameError(
                 f"{where} needs {str(name)[:80]!r}, which this rank's own optimizer does not hold. "
@@ -419,7 +461,12 @@ class Reader:
                 "rank by torch.serialization.add_safe_globals([...])."
             )
         own = self._found[name]
-        if kind == "member":
+        if kind == "new":
+            kinds = [_kind_of(entry[part]) for part in _PARTS]
+            right = kinds[:1] + kinds[2:] == ["tuple", "list", "dict"]
+            right = right and isinstance(own, type) and isinstance(entry["new"], bool)
+            right = right and not _has_tensors(entry["arguments"])
+        elif kind == "member":
             try:
                 right = issubclass(own, Enum) and isinstance(_member(own, entry), own)
             except Exception as error:  # noqa: BLE001 - an enum's own code
@@ -429,6 +476,20 @@ class Reader:
             right = count == (None if kind == "own" else _count_of(own))
         if not right:
             self.refuse(f"{where} is no {name[:80]}: the class of this rank is another one")
+
+    def _check_made(self, entry: Entry, where: str) -> None:
+        """Make the value, or as much of it as has no tensors, which are still to come."""
+        parts = _PARTS[:1] if _has_tensors(entry) else _PARTS
+        try:
+            self._make(entry, parts)
+        except Exception as error:  # noqa: BLE001 - a class's own code
+            self.refuse(f"{where} is no {entry['own'][:80]} ({str(error)[:80]})")
+
+    def _make(self, entry: Entry, parts: Iterable[str] = _PARTS) -> Any:
+        assert self._found is not None
+        values: dict[str, Any] = {"state": None, "items": (), "pairs": {}}
+        values |= {part: self.value(entry[part]) for part in parts}
+        return rebuilt(self._found[entry["own"]], entry["new"], **values)
 
     def value(self, entry: Entry, old: Any = None) -> Any:
         """The value of a checked entry; ``old``: the value in its place, whose memory is kept."""
@@ -464,6 +525,8 @@ class Reader:
         own = self._found[entry["own"]]
         if kind == "own":
             return own
+        if kind == "new":
+            return self._make(entry)
         if kind == "member":
             return _member(own, entry)
         items = [self.value(item) for item in entry["fields"]]

@@ -1,0 +1,91 @@
+"""Values of any class that pickling knows: what it would call, and with what.
+
+Only classes are called (``cls(*arguments)``, ``cls.__new__(cls, *arguments)``), no functions.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import importlib
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+#: Of Python's own library, whose values every reader makes; none takes long by any arguments.
+_STANDARD = {
+    *("builtins.range", "builtins.slice", "collections.deque", "decimal.Decimal"),
+    *("datetime.date", "datetime.datetime", "datetime.time", "datetime.timedelta"),
+    *("datetime.timezone", "pathlib.PurePosixPath", "pathlib.PosixPath", "types.SimpleNamespace"),
+    *("pathlib.PureWindowsPath", "uuid.UUID"),
+}
+#: Of these, those whose values cannot be keys.
+_UNHASHABLE = {"builtins.slice", "collections.deque", "types.SimpleNamespace"}
+
+
+class Reduced(NamedTuple):
+    """As the protocol of pickling has it; ``new``: by the class's ``__new__``, not by a call."""
+
+    made: type
+    new: bool
+    arguments: tuple[Any, ...]
+    state: Any
+    items: list[Any]
+    pairs: dict[Any, Any]
+
+    def parts(self) -> list[Any]:
+        return [*self.arguments, self.state, *self.items, self.pairs]
+
+
+def reduced(value: Any) -> Reduced | None:
+    """None where pickling does not know the value, or would call a function."""
+    try:
+        call, arguments, state, items, pairs = (*value.__reduce_ex__(2), None, None, None)[:5]
+        new = call is copyreg.__newobj__  # type: ignore[attr-defined]
+        made, *arguments = (call, *arguments)[new:]
+        if isinstance(made, type):
+            return Reduced(made, new, tuple(arguments), state, [*(items or ())], dict(pairs or ()))
+    except Exception:  # noqa: BLE001 - a class's own code, and texts for names
+        pass
+    return None
+
+
+def standard(name: Any) -> type | None:
+    """A class of Python's own library that every reader knows."""
+    if not isinstance(name, str) or name not in _STANDARD:
+        return None
+    module, _, own = name.rpartition(".")
+    found: type = getattr(importlib.import_module(module), own)
+    return found
+
+
+def name_of(made: type) -> str:
+    """Of a standard class the same in every version of Python."""
+    name = f"{made.__module__.partition('.')[0]}.{made.__qualname__}"
+    return name if standard(name) is made else f"{made.__module__}.{made.__qualname__}"
+
+
+def makes_keys(name: Any) -> bool:
+    return isinstance(name, str) and name in _STANDARD - _UNHASHABLE
+
+
+def rebuilt(
+    made: type,
+    new: bool,
+    arguments: Iterable[Any],
+    state: Any,
+    items: Iterable[Any],
+    pairs: dict[Any, Any],
+) -> Any:
+    """The value of a :class:`Reduced`; any Exception where the class refuses it."""
+    value: Any = made.__new__(made, *arguments) if new else made(*arguments)
+    if state is not None and hasattr(value, "__setstate__"):
+        value.__setstate__(state)
+    elif state is not None:
+        plain, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+        vars(value).update(plain or {})
+        for name, item in (slots or {}).items():
+            setattr(value, name, item)
+    for item in items:
+        value.append(item)
+    for key, item in pairs.items():
+        value[key] = item
+    return value
