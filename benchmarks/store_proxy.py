@@ -31,6 +31,8 @@ REQUESTS = (
     ("multi_set", "*ss"),
     ("cancel_wait", ""),
     ("ping", "m"),
+    *(("queue_push", None), ("queue_pop", None), ("queue_len", None)),  # nobody here asks them
+    ("list_keys", ""),
 )
 #: Requests by which torch opens and keeps a connection, which are not questions of ours.
 OF_TORCH = ("validate", "ping")
@@ -126,11 +128,11 @@ async def _requests(reader, writer, counts):
     """Pass on whole requests, counting them; without counting after one of an unknown layout."""
     try:
         while kind := await reader.read(1):
-            if kind[0] >= len(REQUESTS):
+            name, layout = REQUESTS[kind[0]] if kind[0] < len(REQUESTS) else ("", None)
+            if layout is None:
                 counts.unknown.append(kind[0])
                 writer.write(kind)
                 return await _answers(reader, writer)
-            name, layout = REQUESTS[kind[0]]
             request = kind + await _parts(reader, layout)
             counts.requests[name] += 1
             counts.bytes[name] += len(request)
@@ -180,4 +182,5 @@ if __name__ == "__main__":  # checks the layouts against the torch that is insta
         client.multi_set(["c", "d"], ["1", "2"])
         client.delete_key("c")
         client.num_keys()
+        client.list_keys()
         print(json.dumps(proxy.counts(), indent=2))
