@@ -134,6 +134,7 @@ class Way:
     same_bits: bool = True  # on all ranks, after every step
     like_peer: bool = True  # weights are close to the peer's
     least_seconds: float = 0.0  # of one measurement
+    round_of: int = 1  # steps, of which a measurement takes whole rounds
 
 
 FLAT = {"hierarchical": False}
@@ -165,6 +166,11 @@ ARMS = {
     "sparse": Way(bagua_with("sparse", ratio=0.01), **COMPRESSED),
     "ddp_adam": Way(ddp, adam, peer="ddp_adam"),
     "qadam": Way(bagua_with("qadam", **FLAT), qadam, peer="ddp_adam", like_peer=False),
+    "diloco_int4": Way(
+        bagua_with("diloco", codec="int4_block", interval=20, overlap_steps=10),
+        **OWN_WEIGHTS,
+        round_of=20,
+    ),
     "async": Way(bagua_with("async", sync_interval_ms=500), **OWN_WEIGHTS, least_seconds=8.0),
 }
 
@@ -193,7 +199,8 @@ class Arm:
         self.steps += 1
 
     def seconds_per_step(self, steps):
-        """Mean over consecutive steps that all ranks start together."""
+        """Mean over steps that all ranks start together, and over whole rounds."""
+        steps = -(-steps // self.way.round_of) * self.way.round_of
         if self.name == "async":
             return self.seconds_beside_averages(steps)
         start = started_together(self.device)
