@@ -87,6 +87,22 @@ def test_candidates_take_turns_and_all_ranks_choose_the_fastest_that_is_allowed(
 
 
 @training.with_group
+def with_a_slow_rank(times):
+    # Seconds beside which those of this machine, in which ranks wait, are nothing.
+    seconds = {label: 1e6 * each for label, each in FOUR_IS_FASTEST.items()}
+    of_rank = times if dist.get_rank() == 1 else 1.0
+    model, optimizer = wrapped(seconds, of_rank=of_rank)
+    train(model, optimizer, UNTIL_CHOSEN + 1)
+    return model.bagua_stats()["choice"]["advice"]
+
+
+def test_a_rank_that_computes_for_longer_is_named_with_its_part_of_the_batch(ranks):
+    slow = "rank 1 takes 1.9 times as long: give it 0.53 of the batch"
+    assert ranks(3, with_a_slow_rank, 1.9) == [slow] * 3
+    assert ranks(2, with_a_slow_rank, 1.1) == [""] * 2
+
+
+@training.with_group
 def exact_from_then_on():
     model, optimizer = wrapped(EXACT_IS_FASTEST, AutoAlgorithm([]))
     oracle = wide_network()

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from bagua import BaguaError
 from bagua._core.group.rendezvous import connect_store, whole
+from bagua._core.state.statistics import less_for
 from bagua._tools.meeting import (
     Meeting,
     MissingReplyError,
@@ -269,10 +270,7 @@ def _advice(rows: Sequence[Row]) -> list[str]:
         return []
     times = slow[0] / statistics.median(others)
     (rank,) = (row.rank for row in rows if row.mark == "slowest")
-    return [
-        "",
-        f"rank {rank} takes {times:.1f} times as long: give it {1 / times:.2f} of the batch",
-    ]
+    return ["", less_for(rank, times)]
 
 
 def _row(now: Publication, before: Publication | None) -> Row:

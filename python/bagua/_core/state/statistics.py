@@ -47,6 +47,11 @@ def statistics(
     return {**counters, "total": total, "communicators": by_purpose}
 
 
+def less_for(rank: int, times: float) -> str:
+    """What helps where a rank takes so many times as long as the others."""
+    return f"rank {rank} takes {times:.1f} times as long: give it {1 / times:.2f} of the batch"
+
+
 def lane_statistics(
     lane: _C.DynamicLane,
     communicators: Iterable[tuple[str, _C.CountingCommunicator]],

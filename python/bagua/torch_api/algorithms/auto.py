@@ -20,6 +20,7 @@ from bagua._core.group.connections import Connections
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.saved_values import check_state
 from bagua._core.state.snapshot import sparse_parameters
+from bagua._core.state.statistics import less_for
 from bagua._sync.synchronizer import Synchronizer
 from bagua.torch_api.algorithms.base import (
     Algorithm,
@@ -45,6 +46,8 @@ WARM_UP, TIMED = 3, 10
 WORTH = 0.03
 #: Where exact gradients take so many times as long, a fifth of a step with 4 bits is waiting.
 FAR = 2.5
+#: A rank that computes for so many times as long as the others is told to get a smaller batch.
+SLOWEST = 1.25
 #: The choice is made anew when steps take this many times as long in so many windows in a row.
 SLOWER, WINDOWS = 1.5, 3
 #: A window has the steps of so many seconds, within these limits.
@@ -329,6 +332,9 @@ class AutoAlgorithmImpl(AlgorithmImpl):
                     "gradients, so that the time of a step does not decide for it"
                 )
         self._impls = dict(zip(self.selection.trials, impls, strict=True))
+        self.advice = ""  # after a choice, equal on all ranks
+        self._last: tuple[float, float] | None = None
+        self._own: list[float] = []  # seconds of the trial's steps in which this rank computed
         self._build()
 
     def _build(self) -> None:
@@ -407,7 +413,7 @@ class AutoAlgorithmImpl(AlgorithmImpl):
     # The choice.
 
     def statistics(self) -> dict[str, Any]:
-        return {"choice": self.selection.values()}
+        return {"choice": self.selection.values() | {"advice": self.advice}}
 
     def _exclude_unsupported(self, bagua_ddp: Session) -> None:
         """Exclude what cannot communicate the module's gradients; choose where one is left."""
@@ -435,15 +441,42 @@ class AutoAlgorithmImpl(AlgorithmImpl):
             _wait_for(bagua_ddp.bagua_buckets)
         error = None if guard is None else guard.loss()
         breached = guard is not None and guard.breached
-        changed = selection.step_ended(self.clock(), error, breached)
-        if changed and selection.chosen and self.process_group.connections.rank == 0:
+        now = self.clock()
+        if not selection.chosen:
+            self._note_own_part(now, bagua_ddp.stats()["exposed_ns"] / 1e9)
+        if not selection.step_ended(now, error, breached):
+            return
+        own, self._own, self._last = self._own, [], None
+        if not selection.chosen:
+            return
+        self.advice = self._advice_of(own)
+        if self.process_group.connections.rank == 0:
             _log.info(
                 "module '%s': auto takes %s: %s\n%s",
                 bagua_ddp.bagua_module_name,
                 selection.at_work.label,
                 selection.why,
-                selection.table_text(),
+                "\n".join(filter(None, (selection.table_text(), self.advice))),
             )
+
+    def _note_own_part(self, now: float, blocked: float) -> None:
+        """``blocked``: seconds so far in which this rank waited for communication."""
+        if self._last is not None:
+            self._own.append(now - self._last[0] - (blocked - self._last[1]))
+        self._last = now, blocked
+
+    def _advice_of(self, own: Sequence[float]) -> str:
+        """Which rank is slow, by the time that each one computes. All ranks call it alike."""
+        if not own:
+            return self.advice  # a choice was left without a trial
+        microseconds = max(0, round(statistics.median(own) * 1e6))
+        what = "comparing the ranks for AutoAlgorithm"
+        found = self.process_group.connections.gather_numbers(what, microseconds)
+        slowest = max(range(len(found)), key=found.__getitem__)
+        usual = statistics.median(found[:slowest] + found[slowest + 1 :])
+        slow = usual > 0 and found[slowest] >= SLOWEST * usual
+        rank = self.process_group.ranks[slowest]
+        return less_for(rank, found[slowest] / usual) if slow else ""
 
     # State for checkpoints.
 
