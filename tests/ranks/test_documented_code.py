@@ -56,7 +56,8 @@ def public_objects():
     ]
     others = [q_adam.QAdamOptimizer, diloco.OuterSGD, diloco.Elastic, bagua.Guard]
     others += [checkpoint.save_checkpoint, checkpoint.load_latest, checkpoint.PerRank]
-    others += [comm_hooks.register, fsdp.compress, DistributedDataParallel]
+    others += [comm_hooks.register, comm_hooks.everywhere, fsdp.compress]
+    others += [DistributedDataParallel]
     found = {value.__name__: value for value in [*registered, *functions, *others]}
     return {
         n: v for n, v in found.items() if not n.startswith("get_") and n not in NEEDS_NO_EXAMPLE

@@ -21,7 +21,7 @@ COLLECTIVES = """
 """
 MODULES = {
     "bagua": "__version__",
-    "bagua.comm_hooks": "Handle register",
+    "bagua.comm_hooks": "Handle everywhere register",
     "bagua.fsdp": "Handle compress",
     "bagua.torch_api": COLLECTIVES
     + """

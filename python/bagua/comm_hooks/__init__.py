@@ -6,7 +6,8 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, SupportsFloat, cast
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, SupportsFloat, cast
 
 import torch
 import torch.distributed as dist
@@ -29,10 +30,19 @@ from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithmImpl
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
 
-__all__ = ["Handle", "register"]
+if TYPE_CHECKING:
+    from bagua.comm_hooks._everywhere import everywhere as everywhere
+
+__all__ = ["Handle", "everywhere", "register"]
 
 _MARK = "_bagua_comm_hook"
 _REDUCE_GRADIENTS = (GradientAllReduceAlgorithmImpl, ByteGradAlgorithmImpl, ErrorFeedbackImpl)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "everywhere":  # imported when it is used
+        return import_module("bagua.comm_hooks._everywhere").everywhere
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 
 class Handle(LaneHandle):

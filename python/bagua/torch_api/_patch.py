@@ -1,4 +1,4 @@
-"""The only place that changes torch: methods of its classes, and a start that is refused."""
+"""Changes to torch that last: methods of its classes, and a start that is refused."""
 
 from __future__ import annotations
 
