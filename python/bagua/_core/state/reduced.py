@@ -5,7 +5,6 @@ Only classes are called (``cls(*arguments)``, ``cls.__new__(cls, *arguments)``),
 
 from __future__ import annotations
 
-import copyreg
 import importlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -19,6 +18,9 @@ _STANDARD = {
 }
 #: Of these, those whose values cannot be keys.
 _UNHASHABLE = {"builtins.slice", "collections.deque", "types.SimpleNamespace"}
+
+#: By what pickling says that a class's ``__new__`` makes a value.
+_BY_NEW = object().__reduce_ex__(2)[0]
 
 
 class Reduced(NamedTuple):
@@ -39,7 +41,7 @@ def reduced(value: Any) -> Reduced | None:
     """None where pickling does not know the value, or would call a function."""
     try:
         call, arguments, state, items, pairs = (*value.__reduce_ex__(2), None, None, None)[:5]
-        new = call is copyreg.__newobj__  # type: ignore[attr-defined]
+        new = call is _BY_NEW
         made, *arguments = (call, *arguments)[new:]
         if isinstance(made, type):
             return Reduced(made, new, tuple(arguments), state, [*(items or ())], dict(pairs or ()))
