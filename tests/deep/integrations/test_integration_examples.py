@@ -48,6 +48,7 @@ def test_an_example_is_as_good_as_exact_with_a_quarter_of_the_bytes(ranks, scrip
     assert compressed[0]["bytes_sent"] <= 0.27 * exact[0]["bytes_sent"]
 
 
+@pytest.mark.timeout(240)  # two processes import torch and Lightning
 def test_lightning_starts_the_processes_by_itself():
     """As `python lightning_digits.py`, without torchrun."""
     end = run_without_torchrun([sys.executable, EXAMPLES / "lightning_digits.py", "--epochs", "3"])

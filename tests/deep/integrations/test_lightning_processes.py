@@ -23,6 +23,7 @@ assert {other!r} in sys.modules
 """
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("package", "other"), [("lightning", "pytorch_lightning"), ("pytorch_lightning", "lightning")]
 )
@@ -44,7 +45,7 @@ def saved_by_children(path):
 def test_residuals_of_forked_and_spawned_ranks_reach_the_checkpoint(ranks, tmp_path):
     """Lightning starts them as in a notebook; the process that saves is none of the ranks."""
     ranks(2, saved_by_children, str(tmp_path / "popen.ckpt"))
-    end = run_without_torchrun([sys.executable, CHILDREN, str(tmp_path)], timeout=220)
+    end = run_without_torchrun([sys.executable, CHILDREN, str(tmp_path)])
     assert end.returncode == 0, end.stderr
     states = [
         torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["bagua"]

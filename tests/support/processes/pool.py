@@ -49,7 +49,7 @@ def torchrun_environment(rank, size, port):
     }
 
 
-def run_without_torchrun(command, timeout=110):
+def run_without_torchrun(command, timeout=220):
     """The finished process of a program that starts its ranks by itself."""
     launcher = torchrun_environment(0, 1, 0)
     environment = {name: value for name, value in os.environ.items() if name not in launcher}
