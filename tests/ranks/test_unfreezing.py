@@ -6,6 +6,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from bagua import comm_hooks
 from bagua.torch_api.algorithms import PowerSGDAlgorithm, QAdamAlgorithm, QAdamOptimizer
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from support import every_algorithm, training
@@ -146,3 +147,81 @@ def freeze_while_the_warm_up_ends():
 
 def test_a_parameter_that_is_frozen_while_buckets_are_made_is_still_communicated(ranks):
     assert ranks(2, freeze_while_the_warm_up_ends) == [4, 4]
+
+
+def unfreeze(model):
+    model[0].weight.requires_grad_(True)
+
+
+def add_adapter(model):
+    model[0].register_parameter("late", torch.nn.Parameter(torch.ones(1)))
+
+
+def replace_weight(model):
+    model[2].load_state_dict(model[2].state_dict(), assign=True)
+
+
+def cast(model):
+    model.double()
+
+
+#: Changes after which torch's reducer does not average a parameter, and the name of that one.
+LATE = {unfreeze: "0.weight", add_adapter: "0.late", replace_weight: "2.weight", cast: "2.weight"}
+
+
+def torchs(model):
+    return torch.nn.parallel.DistributedDataParallel(model)
+
+
+@training.with_group
+def change_under_a_hook(change):
+    """Messages: of a forward after the change, and of registering after it."""
+    registered, late = torchs(half_frozen()), torchs(half_frozen())
+    comm_hooks.register(registered, "bytegrad")
+    step(registered, training.sgd(registered), 0)
+    change(registered.module)
+    inputs = training.batch(1, 0)[0].to(registered.module[2].weight.dtype)
+    with torch.no_grad():
+        registered(inputs)
+    message = training.error_of(lambda: registered(inputs))
+    change(late.module)
+    return message, training.error_of(lambda: comm_hooks.register(late, "bytegrad"))
+
+
+@pytest.mark.parametrize("change", LATE)
+def test_a_hook_refuses_a_parameter_that_torch_does_not_average(ranks, change):
+    for messages in ranks(2, change_under_a_hook, change):
+        for message in messages:
+            assert f"BaguaError: module 'Sequential': parameter '{LATE[change]}' was" in message
+            assert "Construct DistributedDataParallel again after such a change" in message
+
+
+@training.with_group
+def changes_that_torch_follows():
+    """Weights after a frozen and an ignored addition, freezing, unfreezing and a new wrapper."""
+    model = training.network()
+    ddp = torchs(model)
+    comm_hooks.register(ddp, "bytegrad")
+    optimizer = training.sgd(ddp)
+    model[0].register_parameter("frozen", torch.nn.Parameter(torch.ones(1), requires_grad=False))
+    step(ddp, optimizer, 0)
+    for trained in (False, True):
+        model[0].bias.requires_grad_(trained)
+        with ddp.no_sync():
+            training.squared_error(ddp, training.batch(1, dist.get_rank())).backward()
+    step(ddp, optimizer, 1)
+    add_adapter(model)
+    model._ddp_params_and_buffers_to_ignore = ["0.late"]
+    step(ddp, optimizer, 2)
+    del model._ddp_params_and_buffers_to_ignore
+    ddp = torchs(model)
+    comm_hooks.register(ddp, "bytegrad")
+    ddp.module[0].register_forward_hook(lambda layer, _, output: output * layer.late)
+    step(ddp, training.sgd(ddp), 3)
+    training.assert_ranks_agree(model)
+    return training.bits(model.parameters())
+
+
+def test_a_hook_takes_what_torch_follows_and_a_new_wrapper_everything(ranks):
+    first, second = ranks(2, changes_that_torch_follows)
+    assert first == second

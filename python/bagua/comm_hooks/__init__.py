@@ -18,10 +18,10 @@ from bagua._core.group.job import as_bagua_group, ensure_initialised
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.group.warn import warn
 from bagua._core.state.ledger import Page
-from bagua._core.state.snapshot import sparse_parameters
+from bagua._core.state.snapshot import ignored_names, sparse_parameters
 from bagua._ops.operations import Lane, make_ops
 from bagua._sync.handle import LaneHandle
-from bagua._sync.hooks import WeakHook, outside_graphs_lazily
+from bagua._sync.hooks import DroppedOnCopy, WeakHook, outside_graphs_lazily
 from bagua._sync.samples import checked
 from bagua.torch_api._session import is_owned
 from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl
@@ -96,6 +96,7 @@ class Handle(LaneHandle):
     def attach(self, ddp: torch.nn.parallel.DistributedDataParallel) -> None:
         """Make this the hook of torch's ``Reducer``, and have waits in forwards told."""
         self._hook.register(ddp.reducer)
+        ddp.register_forward_pre_hook(_RefusesLateParameters(ddp))
         ddp.register_forward_pre_hook(WeakHook(self._forward_begins))
         ddp.module.register_forward_pre_hook(WeakHook(self._module_begins), prepend=True)
 
@@ -171,6 +172,44 @@ class Handle(LaneHandle):
         buffer = torch.empty(numel, dtype=widest, device="meta")
         names = {id(tensor): name for tensor, name in zip(tensors, self._named, strict=True)}
         return HookedBucket(_C.GradientBucket(0, buffer, tensors, offsets), names, "every")
+
+
+class _RefusesLateParameters(DroppedOnCopy):
+    """Raises before a forward whose gradients torch would not average: Note [Plan guard]."""
+
+    def __init__(self, ddp: torch.nn.parallel.DistributedDataParallel) -> None:
+        self._look(ddp)
+
+    def _look(self, ddp: torch.nn.parallel.DistributedDataParallel) -> None:
+        _refuse_unaveraged(ddp)
+        named = dict(ddp.module.named_modules())
+        self._dicts = [d for m in named.values() for d in (m._parameters, m._modules)]
+        self._guard = _C.PlanGuard(list(named), self._dicts)
+
+    def __call__(self, ddp: torch.nn.parallel.DistributedDataParallel, *_: Any) -> None:
+        if torch.is_grad_enabled() and ddp.require_backward_grad_sync:
+            self._check(ddp)
+
+    @outside_graphs_lazily
+    def _check(self, ddp: torch.nn.parallel.DistributedDataParallel) -> None:
+        if self._guard.difference(self._dicts):
+            self._look(ddp)
+
+
+def _refuse_unaveraged(ddp: torch.nn.parallel.DistributedDataParallel) -> None:
+    """Raise where a trained parameter is none of those that torch's ``Reducer`` was made with."""
+    ignored = ignored_names(ddp.module) | getattr(ddp, "parameters_to_ignore", set())
+    for name, parameter in ddp.module.named_parameters():
+        if not parameter.requires_grad or name in ignored or getattr(parameter, "expert", False):
+            continue
+        alone = _C.PlanGuard([""], [{"parameter": parameter}, {}])
+        if not alone.reduced_by_torch():  # Note [Torch's reducer] in the C++ core
+            raise _C.BaguaError(
+                f"module '{type(ddp.module).__name__}': parameter '{name}' was added, unfrozen or "
+                "cast since DistributedDataParallel was constructed, which does not average its "
+                "gradients. Construct DistributedDataParallel again after such a change, on every "
+                "rank, with its communication hook, or freeze the parameter"
+            )
 
 
 class HookedBucket(BaguaBucket):
