@@ -73,7 +73,8 @@ test: build ## Run the tests that every change must pass
 
 test-deep: build horovod integrations ## Run the long tests: launchers, other packages, faults, CUDA code on a CPU, fuzzing, the model
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder \
-	  tests/deep tests/integrations --ignore $(TEST_OF_THE_WHOLE_MACHINE) $(ARGS)
+	  -o cache_dir=build/deep_cache --cache-clear tests/deep tests/integrations --ignore $(TEST_OF_THE_WHOLE_MACHINE) $(ARGS) || \
+	  OMP_NUM_THREADS=1 $(PY) tools/again_alone tests/deep tests/integrations
 	$(if $(ARGS),,OMP_NUM_THREADS=1 $(PY) -m pytest -p no:xdist $(TEST_OF_THE_WHOLE_MACHINE))
 
 lint: venv ## Check layout, style and types
