@@ -3,7 +3,7 @@
     python docs/examples/digits_table.py
 
 Starts torchrun once, with two ranks, for all algorithms and seeds. Writes demo.json (every figure)
-and demo.png (loss over steps and over bytes sent), and fails where a row is not what it should be.
+and demo.png (losses over steps and bytes), and fails where a row is not what it should be.
 """
 
 import argparse
@@ -33,6 +33,16 @@ TITLES = {
 }
 ALGORITHMS = list(TITLES)
 RANKS = 2
+
+#: In the picture, with a colour each. The others lie on the line of exact gradients, or near.
+DRAWN = {
+    "none": "no communication",
+    "gradient_allreduce": "exact",
+    "bytegrad": "8 bits",
+    "bytegrad-int4": "4 bits",
+    "diloco": "rounds (diloco)",
+}
+COLOURS = ("grey", "black", "tab:blue", "tab:green", "tab:orange")
 
 #: Points of accuracy that an algorithm may lie below the exact one; 1.5 where nothing is said.
 ALLOWED_POINTS = {"low_precision_decentralized": 3.0, "async": 3.0}
@@ -106,20 +116,43 @@ def draw(rows, path):
     from matplotlib import pyplot
 
     figure, (over_steps, over_bytes) = pyplot.subplots(1, 2, figsize=(12, 5), sharey=True)
-    for axes in (over_steps, over_bytes):
-        axes.set_prop_cycle(color=["black", *pyplot.get_cmap("tab10").colors])
-    drawn = {name: row for name, row in rows.items() if name != "auto"}  # lies on what it chose
-    for algorithm, row in drawn.items():
-        steps = [EVALUATE_EVERY * (i + 1) for i in range(len(row["losses"]))]
-        over_steps.plot(steps, row["losses"], label=TITLES[algorithm])
+    ends = {over_steps: [], over_bytes: []}  # of its lines: place, name and colour
+    for (algorithm, name), colour in zip(DRAWN.items(), COLOURS, strict=True):
+        row = rows[algorithm]
+        losses = smoothed(row["losses"])
+        steps = [EVALUATE_EVERY * (i + 1) for i in range(len(losses))]
         sent = [row["bytes_sent_per_step"] * step / 1e6 for step in steps]
-        # An empty line where nothing is sent keeps the colours of both sides equal.
-        over_bytes.plot(*((sent, row["losses"]) if sent[-1] else ([], [])))
+        for axes, places in ((over_steps, steps), (over_bytes, sent)):
+            if places[-1] > 0:
+                axes.plot(places, losses, color=colour)
+                ends[axes].append((places[-1], losses[-1], name, colour))
     over_steps.set(xlabel="steps", ylabel="loss of rank 0's weights on all digits", yscale="log")
-    over_bytes.set(xlabel="MB sent per rank")
-    over_bytes.legend(*over_steps.get_legend_handles_labels(), fontsize=8)
+    over_steps.set_xlim(0, 1.4 * max(x for x, *_ in ends[over_steps]))
+    over_bytes.set(xlabel="MB sent per rank", xscale="log")
+    over_bytes.set_xlim(right=8 * max(x for x, *_ in ends[over_bytes]))
     figure.tight_layout()
+    for axes, found in ends.items():
+        label_ends(axes, found)
     figure.savefig(path, dpi=120)
+
+
+def smoothed(losses):
+    """Means over the last five evaluations."""
+    return [statistics.mean(losses[max(0, i - 4) : i + 1]) for i in range(len(losses))]
+
+
+def label_ends(axes, ends):
+    """Names beside the ends of the lines, each above those that end lower."""
+    axes.spines[["top", "right"]].set_visible(False)
+    least = 0.0
+    for x, y, name, colour in sorted(ends, key=lambda end: end[1]):
+        _, height = axes.transData.transform((x, y))
+        least = max(least, height)
+        _, shown = axes.transData.inverted().transform((0, least))
+        axes.annotate(
+            name, (x, shown), xytext=(5, 0), textcoords="offset points", color=colour, va="center"
+        )
+        least += 16  # a line of text, in the picture's dots
 
 
 def find_faults(rows):
