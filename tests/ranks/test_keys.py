@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import re
 import time
 
 import bagua.torch_api as bagua
@@ -154,31 +155,30 @@ def test_steps_rounds_calls_and_wraps_leave_no_more_keys_when_there_are_many(ran
 
 
 def started():
-    """Keys of boards that some starts over torch's group have left."""
+    """Keys of boards while groups are there, and after some starts over torch's group."""
     store = dist.distributed_c10d._get_default_store()
+    of_others = of_boards(store)
     for _ in range(2):
         bagua.init_process_group()
         wrapped("bytegrad")()
-        group = bagua.communication.new_group([0, 1])
+        bagua.communication.new_group([0, 1])  # dropped by each rank while the other may be in it
         gc.collect()
-        boards = {key.rpartition("/beat/")[0] for key in store.list_keys() if "/beat/" in key}
+        present = of_boards(store) - of_others
         dist.barrier()
         bagua.destroy_process_group()
-        del group  # one that is dropped before has not left
         dist.barrier()
         deadline = time.monotonic() + 20.0
-        while (left := keys_of(store, boards)) and time.monotonic() < deadline:
+        while (left := of_boards(store) - of_others) and time.monotonic() < deadline:
             time.sleep(0.05)
         dist.barrier()
-    return boards, left
+    return present, left
 
 
-def keys_of(store, boards):
-    kinds = "/beat/", "/news"
-    return [key for key in store.list_keys() for kind in kinds if key.rpartition(kind)[0] in boards]
+def of_boards(store):
+    return {key for key in store.list_keys() if re.search(r"/beat/\d+$|/news$", key)}
 
 
 def test_groups_that_all_ranks_have_left_leave_no_heartbeats(ranks):
-    for boards, left in ranks(2, started):
-        assert boards
+    for present, left in ranks(2, started):
+        assert present
         assert not left

@@ -175,6 +175,7 @@ def requests(member):
 
 def lose(member):
     """Ends as a killed rank does, without a word; its clock's time."""
+    member.connections._when_dropped.detach()
     member.seat = member.connections._board = member.connections._phase_seat = None
     return time.monotonic()
 

@@ -15,6 +15,7 @@ import resource
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set as AbstractSet
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -196,6 +197,7 @@ class Connections:
         self._act = ""
         self._wait = Wait()
         self._board: _C.Board | None = None
+        self._when_dropped: weakref.finalize[..., Connections] | None = None
         self._phase_seat: _C.FailureBoard | None = None
         self._wraps = 0
         self._node = env.get_node_number() if node is None else node
@@ -423,6 +425,8 @@ class Connections:
     def close(self) -> None:
         """Drop the main thread's communicators: other connections replace these."""
         self._main.clear()
+        if self._when_dropped is not None:
+            self._when_dropped.detach()  # who is lost or joins has deleted these keys
 
     def main_traffic(self) -> dict[str, int]:
         return total_traffic(self._main.values())
@@ -729,6 +733,9 @@ class Connections:
                 straggler_after_s=env.get_straggler_seconds(),
                 on_straggler=warn_here,
             )
+            # Of a group that is dropped while the job goes on no heartbeats stay in the store.
+            self._when_dropped = weakref.finalize(self, _leave, self._board, os.getpid())
+            self._when_dropped.atexit = False
         return self._board.seat(name, members, title=title, unit=unit, per_round=per_round)
 
     def incarnation(self) -> int:
@@ -931,6 +938,11 @@ def _device_of_few() -> Any:
     if names:
         return gloo.create_device(interface=names[0], lazy_init=True)
     return gloo.create_default_device(lazy_init=True)
+
+
+def _leave(board: _C.Board, process: int) -> None:
+    if os.getpid() == process:  # a forked child has no thread that could
+        board.leave()
 
 
 def gpu_identity(device: torch.device) -> str:
