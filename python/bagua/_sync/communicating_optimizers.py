@@ -1,4 +1,7 @@
-"""Optimizers that communicate: recognised at sight, or by what their first steps call."""
+"""Optimizers that communicate: recognised at sight, or by what their first steps call.
+
+Calls of other threads are not counted: one that saves a checkpoint may communicate at any time.
+"""
 
 from __future__ import annotations
 
