@@ -58,7 +58,7 @@ $(VENV)/.horovod: $(VENV)/.requirements tools/build_horovod tools/horovod-requir
 	tools/build_horovod $(PY)
 	touch $@
 
-integrations: $(VENV)/.integrations ## Install Lightning, Accelerate and transformers into .venv, for their tests
+integrations: $(VENV)/.integrations ## Install Lightning, Accelerate, transformers and others into .venv, for their tests
 
 # Both files at once, or pip might replace torch.
 $(VENV)/.integrations: $(VENV)/.requirements requirements-integrations.txt

@@ -1,4 +1,4 @@
-"""Tests with Lightning, Accelerate and transformers, which requirements-integrations.txt pins.
+"""Tests with Lightning, Accelerate, transformers and others: see requirements-integrations.txt.
 
 Only the ranks import those packages: they take seconds.
 """

@@ -1,9 +1,9 @@
-"""The code blocks of the guide that need Lightning, Accelerate or transformers train."""
+"""The code blocks of the guide that need Lightning, Accelerate, transformers or PEFT train."""
 
 import os
 
 import pytest
-from support import documented
+from support import documented, training
 
 
 def setting(folder):
@@ -111,6 +111,17 @@ def with_transformers(folder):
     return names["hooks"].stats()["rounds"]
 
 
+@training.with_group
+def with_peft(folder):
+    import bagua.torch_api as bagua
+
+    names = run_blocks("docs/adapters.md", setting(folder) | {"bagua": bagua}, "import peft")
+    steps(names, lambda loss: loss.backward())
+    algorithm = names["model"].bagua_algorithm
+    algorithm.sync()
+    return 1 + algorithm.outer_rounds
+
+
 def with_cells(folder):
     """Cells of tables; each makes its object below README's imports."""
     import accelerate
@@ -147,6 +158,7 @@ def run(name, folder):
         "with_accelerate",
         "with_rounds_by_accelerate",
         "with_transformers",
+        "with_peft",
         "with_cells",
     ],
 )

@@ -12,7 +12,7 @@ from support import documented, training
 from support.documented import REPOSITORY
 
 #: Pages whose fragments need other packages: tests/integrations/test_documented_code.py.
-ELSEWHERE = re.compile(r"lightning|accelerate|transformers|accelerator|fabric")
+ELSEWHERE = re.compile(r"peft|lightning|accelerate|transformers|accelerator|fabric")
 NEEDS_NO_EXAMPLE = {
     "destroy_process_group",
     "init_process_group",

@@ -29,6 +29,7 @@ COMMANDS = [
      "tests/deep/test_elastic_example.py"),
     (r"python docs/examples/mailbox\.py .*", "tests/deep/test_mailbox_jobs.py"),
     (r"torchrun .*docs/examples/comm_hook\.py.*", "tests/ranks/test_comm_hook_example.py"),
+    (r"torchrun .*docs/examples/lora\.py.*", "tests/integrations/test_adapters.py"),
     (r"torchrun .*docs/examples/integrations/fsdp\.py( --replicas 3)?",
      "tests/deep/test_fsdp_example.py"),
     (r"torchrun .*docs/examples/integrations/lightning_islands\.py",
