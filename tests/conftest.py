@@ -31,6 +31,7 @@ LONG = [
     "deep/test_torch_ddp_suite.py",
     "deep/test_model.py",
     "integrations/test_lightning.py",
+    "integrations/test_adapters.py",
     "deep/integrations/test_integration_examples.py",
     "deep/integrations/test_lightning_processes.py",
     "deep/test_top.py",
