@@ -286,7 +286,7 @@ void bind_failure_board(py::module_& m) {
           },
           py::arg("name"), py::arg("members"), py::kw_only(), py::arg("title") = "",
           py::arg("unit") = "round", py::arg("per_round") = false)
-      .def("leave", &Board::leave, ReleaseGil());
+      .def("leave", &Board::leave, py::arg("process_ends") = false, ReleaseGil());
   py::class_<FailureBoard, std::shared_ptr<FailureBoard>>(m, "FailureBoard")
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
              return std::shared_ptr<FailureBoard>(new FailureBoard(store, rank, size),

@@ -112,7 +112,7 @@ struct Board::State {
   void beat(c10d::Store& store);
   // Writes the last heartbeat, and counts it; nobody reads the keys of a group without ranks.
   // `count`: 0, or how much the group had published then.
-  void leave(c10d::Store& store, int64_t& count);
+  void leave(c10d::Store& store, int64_t& count, bool process_ends);
   std::shared_ptr<const Snapshot> look(const Answer& answer);
   void watch(c10d::Store& store);
   void tell_silence();
@@ -198,14 +198,14 @@ void Board::State::beat(c10d::Store& store) {
   store.set(beat_key(rank), heartbeat_text(now));
 }
 
-void Board::State::leave(c10d::Store& store, int64_t& count) {
+void Board::State::leave(c10d::Store& store, int64_t& count, bool process_ends) {
   beat(store);
   {
     const std::lock_guard lock(writing);
     silent = true;
   }
   if (count == 0) count = store.add(kNewsKey, 1 + kOneLeft);
-  if (count / kOneLeft != size) return;
+  if (count / kOneLeft != size || process_ends) return;
   store.deleteKey(kNewsKey);
   store.deleteKey(kVerdictKey);
   for (int other = 0; other < size; ++other) store.deleteKey(beat_key(other));
@@ -408,13 +408,14 @@ void Board::count_news(c10d::Store& store) { store.add(kNewsKey, 1); }
 
 // Over the connection of earlier heartbeats, which then come before it. A question that failed is
 // put once more.
-void Board::leave() noexcept {
+void Board::leave(bool process_ends) noexcept {
   {
     const std::lock_guard lock(state_->mutex);
     if (std::exchange(state_->exited, true)) return;
   }
   const auto count = std::make_shared<int64_t>(0);
-  beats_.ask([state = state_, count](c10d::Store& store) { state->leave(store, *count); },
+  beats_.ask([state = state_, count,
+              process_ends](c10d::Store& store) { state->leave(store, *count, process_ends); },
              kPatience);
 }
 

@@ -96,8 +96,8 @@ class Board final {
   static void count_news(c10d::Store& store);
 
   // This rank exits: the last heartbeat says so. The last rank to leave deletes the group's keys,
-  // unless its process ends before that.
-  void leave() noexcept;
+  // unless its process ends, with which the store may: `process_ends`.
+  void leave(bool process_ends = false) noexcept;
 
   // Puts a question, and waits for the answer for kPatience.
   bool ask(StoreWorker::Question question) noexcept;

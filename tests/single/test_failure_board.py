@@ -259,6 +259,16 @@ def test_the_last_rank_to_leave_takes_the_keys_of_the_group_with_it():
     until(lambda: not store.num_keys())
 
 
+def test_a_process_that_ends_deletes_nothing_in_a_store_that_may_end_with_it():
+    store = Counting(dist.HashStore())
+    boards = [_C.Board(store, rank, 2) for rank in range(2)]
+    for board in boards:
+        board.seat("wrap1", [0, 1]).beat(3, "between two rounds")
+        board.leave(process_ends=True)
+    until(lambda: all(b"exited" in store.inner.get(f"beat/{rank}") for rank in range(2)))
+    assert not store.requests["delete_key"]
+
+
 MANY, DEAD = 80, 79
 LOST = (
     f"rank {DEAD} was killed, stopped or cut off, or left by os._exit(): silent for over a second, "

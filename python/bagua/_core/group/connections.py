@@ -328,11 +328,11 @@ class Connections:
         if self.rank >= 0 and (seat := self._seat_of_phases()) is not None:
             seat.beat(self._phases, "init_process_group")
 
-    def publish_exit(self) -> None:
+    def publish_exit(self, process_ends: bool = False) -> None:
         """Tell the members that this one takes part in no further phase. Never raises."""
         if self._board is not None and (seat := self._seat_of_phases()) is not None:
             seat.publish_exit(self._phases)
-            self._board.leave()
+            self._board.leave(process_ends)
 
     def _meeting(self, name: str, members: list[int]) -> _C.Gathering:
         """A meeting of ``members`` in the store."""

@@ -512,9 +512,13 @@ def destroy_process_group() -> None:
         BaguaError: a device has failed at the last steps, and no step has raised that. All is
             destroyed nevertheless.
     """
+    _destroy()
+
+
+def _destroy(process_ends: bool = False) -> None:
     global _made_torch_group
     try:
-        close_all()
+        close_all(process_ends)
     finally:
         _torch_groups.clear()
         if _made_torch_group and dist.is_initialized():
@@ -529,7 +533,7 @@ def _leave(process: int) -> None:
     if os.getpid() != process:
         return
     try:
-        destroy_process_group()
+        _destroy(process_ends=True)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -59,7 +59,7 @@ def close_at_exit(resource: Closable) -> None:
     _live.add(resource)
 
 
-def close_all() -> None:
+def close_all(process_ends: bool = False) -> None:
     """Close everything that was given to :func:`close_at_exit`, and forget all groups."""
     resources = list(_live)
     # An uncaught exception is on its way out: the other ranks are not to be waited for.
@@ -74,7 +74,7 @@ def close_all() -> None:
         except _C.BaguaError as error:
             failures.append(error)
     for group in list(_groups.values()):
-        group.connections.publish_exit()
+        group.connections.publish_exit(process_ends)
     _groups.clear()
     set_default_group(None)
     if failures:
