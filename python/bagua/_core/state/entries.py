@@ -481,7 +481,9 @@ class Reader:
         """Make the value, or as much of it as has no tensors, which are still to come."""
         parts = _PARTS[:1] if _has_tensors(entry) else _PARTS
         try:
-            self._make(entry, parts)
+            made = self._make(entry, parts)
+            if _is_hashable(entry):
+                hash(made)  # some values of such classes have none, as Decimal("sNaN")
         except Exception as error:  # noqa: BLE001 - a class's own code
             self.refuse(f"{where} is no {entry['own'][:80]} ({str(error)[:80]})")
 
