@@ -119,7 +119,8 @@ def test_a_full_disk_loses_nothing_and_raises_on_all(ranks, tmp_path):
 
 
 class Code:
-    pass
+    def __init__(self, number):
+        self.number = number
 
 
 class Holder:
@@ -141,7 +142,7 @@ def save_what_cannot_be_saved(folder):
         return training.error_of(lambda: save_checkpoint(folder, state, step))
 
     return [
-        refused({"x": Holder(Code() if one else 0)}, 1),
+        refused({"x": Holder(re.compile("a") if one else 0)}, 1),
         refused({"x": Holder(0)}, 7 if one else 1),
         refused({"x": {"value": 1}}, 1),
         refused({"x": Holder(1)}, -1),
@@ -153,12 +154,27 @@ def test_saving_refuses_values_that_loading_would_refuse(ranks, tmp_path):
         2, save_what_cannot_be_saved, str(tmp_path)
     )
     assert code.startswith("TypeError: the state has values that cannot be loaded: ")
-    assert "Code, which is not plain data" in code
+    assert "re._compile, which is not plain data" in code
     assert "rank(s) [1] could not write step 1" in other
     assert "rank(s) [1] could not write step 1" in at_first
     assert step == "ValueError: save_checkpoint: step=7 here, 1 on rank 0"
     assert plain.startswith("TypeError: state['x'] is a dict, which has no state_dict")
     assert negative.startswith("ValueError: save_checkpoint: step=-1 must not be negative")
+
+
+@training.with_group
+def load_a_value_of_a_class(folder):
+    save_checkpoint(folder, {"x": Holder(Code(3))}, 1)
+    knows, other = Holder(Code(0)), Holder(None)
+    error = training.error_of(lambda: load_latest(folder, {"x": other}))
+    load_latest(folder, {"x": knows})
+    return error, other.value, knows.value.number
+
+
+def test_a_value_of_a_class_is_loaded_where_the_class_is_known(ranks, tmp_path):
+    for error, other, number in ranks(2, load_a_value_of_a_class, str(tmp_path)):
+        assert ".Code', which this rank's own optimizer does not hold" in error
+        assert (other, number) == (None, 3)
 
 
 @training.with_group
