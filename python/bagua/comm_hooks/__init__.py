@@ -18,7 +18,7 @@ from bagua._core.group.job import as_bagua_group, ensure_initialised
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.group.warn import warn
 from bagua._core.state.ledger import Page
-from bagua._core.state.snapshot import ignored_names, sparse_parameters
+from bagua._core.state.snapshot import guard_of, ignored_names, sparse_parameters
 from bagua._ops.operations import Lane, make_ops
 from bagua._sync.handle import LaneHandle
 from bagua._sync.hooks import DroppedOnCopy, WeakHook, outside_graphs_lazily
@@ -182,9 +182,7 @@ class _RefusesLateParameters(DroppedOnCopy):
 
     def _look(self, ddp: torch.nn.parallel.DistributedDataParallel) -> None:
         _refuse_unaveraged(ddp)
-        named = dict(ddp.module.named_modules())
-        self._dicts = [d for m in named.values() for d in (m._parameters, m._modules)]
-        self._guard = _C.PlanGuard(list(named), self._dicts)
+        self._guard, self._dicts = guard_of(ddp.module)
 
     def __call__(self, ddp: torch.nn.parallel.DistributedDataParallel, *_: Any) -> None:
         if torch.is_grad_enabled() and ddp.require_backward_grad_sync:
@@ -202,8 +200,7 @@ def _refuse_unaveraged(ddp: torch.nn.parallel.DistributedDataParallel) -> None:
     for name, parameter in ddp.module.named_parameters():
         if not parameter.requires_grad or name in ignored or getattr(parameter, "expert", False):
             continue
-        alone = _C.PlanGuard([""], [{"parameter": parameter}, {}])
-        if not alone.reduced_by_torch():  # Note [Torch's reducer] in the C++ core
+        if not _C.has_torch_reducer(parameter):
             raise _C.BaguaError(
                 f"module '{type(ddp.module).__name__}': parameter '{name}' was added, unfrozen or "
                 "cast since DistributedDataParallel was constructed, which does not average its "

@@ -21,7 +21,7 @@ from bagua._core.group.process_group import BaguaProcessGroup, get_default_group
 from bagua._core.state.ledger import Ledger, Page
 from bagua._core.state.saved_values import check_state
 from bagua._core.state.shards import is_sharded, refuse_unaveraged, reshard
-from bagua._core.state.snapshot import ignored_names
+from bagua._core.state.snapshot import guard_of, ignored_names
 from bagua._ops.operations import Lane, codec_named
 from bagua._sync.handle import LaneHandle
 from bagua._sync.hooks import outside_graphs_lazily
@@ -415,10 +415,10 @@ class Watch:
             self._look(model)
 
     def _look(self, model: torch.nn.Module) -> None:
-        modules, ignored = list(model.named_modules()), ignored_names(model)
+        ignored = ignored_names(model)
         plain = [
             (f"{prefix}.{key}".lstrip("."), p)
-            for prefix, module in modules
+            for prefix, module in model.named_modules()
             for key, p in module._parameters.items()
             if p is not None and key not in self._shards.get(module, ()) and not is_owned(p)
         ]
@@ -426,8 +426,7 @@ class Watch:
             f"bagua.fsdp.compress: '{type(model).__name__}'",
             [(name, p) for name, p in plain if name not in ignored],
         )
-        self._dicts = [d for _, child in modules for d in (child._parameters, child._modules)]
-        self._guard = _C.PlanGuard([name for name, _ in modules], self._dicts)
+        self._guard, self._dicts = guard_of(model)
 
 
 # Beginning it.

@@ -59,8 +59,7 @@ class ModuleSnapshot:
             if name and self._all_ignored(name, child)
         }
         kept = [(name, child) for name, child in module.named_modules() if name not in free]
-        dicts = [d for _, child in kept for d in (child._parameters, child._modules)]
-        return [name for name, _ in kept], dicts, free
+        return [name for name, _ in kept], _dictionaries(kept), free
 
     def _follow(self, module: torch.nn.Module) -> bool:
         """Accept other names and places of the same parameters; whether there were any."""
@@ -290,6 +289,17 @@ def sparse_parameters(module: torch.nn.Module) -> set[int]:
         members = {id(p) for p in child._parameters.values() if p is not None}
         (sparse if embeds else dense).update(members)
     return sparse - dense
+
+
+def guard_of(module: torch.nn.Module) -> tuple[_C.PlanGuard, list[Any]]:
+    """A guard of all parameters and modules, and the dictionaries that it compares."""
+    named = list(module.named_modules())
+    dicts = _dictionaries(named)
+    return _C.PlanGuard([name for name, _ in named], dicts), dicts
+
+
+def _dictionaries(named: Sequence[tuple[str, torch.nn.Module]]) -> list[Any]:
+    return [d for _, child in named for d in (child._parameters, child._modules)]
 
 
 def ignored_names(module: torch.nn.Module) -> set[str]:
