@@ -61,7 +61,7 @@ _REMEDY = (
 )
 
 
-#: Whose values have entries of their own, as have those of numpy and of :func:`_is_own`.
+#: Classes whose values have other kinds of entries, as have those of numpy and of :func:`_is_own`.
 _WITH_ENTRIES = (
     *(type(None), bool, int, float, str, complex, bytes, bytearray, *_SEQUENCES.values(), dict),
     *(torch.Tensor, torch.device, torch.dtype, torch.layout, torch.memory_format),
@@ -82,7 +82,8 @@ def held(roots: Iterable[Any]) -> dict[str, Any]:
             continue
         seen[id(value)] = value
         own = value if _is_named(value) else type(value) if _is_own(value) else None
-        own = other.made if (other := _reduced(value)) else own
+        if (other := _reduced(value)) is not None:
+            own = other.made
         if own is not None:
             found[_name_of(own)] = own
         left += [(each, depth + 1) for each in _inside(value)]
@@ -126,7 +127,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def _inside(value: Any) -> list[Any]:
     if (other := _reduced(value)) is not None:
-        return [*other.arguments, other.state, *other.items, other.pairs]
+        return other.parts()
     if isinstance(value, Mapping):
         return [*value, *value.values()]
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -450,17 +451,13 @@ class Reader:
 
     def _check_own(self, kind: str, entry: Entry, where: str) -> None:
         name = entry["own"]
-        if self._found is None:
-            self._found = self._names()
-        if (known := standard(name)) is not None:
-            self._found = {**self._found, name: known}
-        if not isinstance(name, str) or name not in self._found:
+        own = self._named(name) if isinstance(name, str) else None
+        if own is None:
             raise UnknownNameError(
                 f"{where} needs {str(name)[:80]!r}, which this rank's own optimizer does not hold. "
                 "Give the options of that optimizer a value of it before, or allow it on every "
                 "rank by torch.serialization.add_safe_globals([...])."
             )
-        own = self._found[name]
         if kind == "new":
             kinds = [_kind_of(entry[part]) for part in _PARTS]
             right = kinds[:1] + kinds[2:] == ["tuple", "list", "dict"]
@@ -477,6 +474,14 @@ class Reader:
         if not right:
             self.refuse(f"{where} is no {name[:80]}: the class of this rank is another one")
 
+    def _named(self, name: str) -> Any:
+        """The class or function of that name; None: this rank holds none."""
+        if (known := standard(name)) is not None:
+            return known
+        if self._found is None:
+            self._found = self._names()
+        return self._found.get(name)
+
     def _check_made(self, entry: Entry, where: str) -> None:
         """Make the value, or as much of it as has no tensors, which are still to come."""
         parts = _PARTS[:1] if _has_tensors(entry) else _PARTS
@@ -488,10 +493,9 @@ class Reader:
             self.refuse(f"{where} is no {entry['own'][:80]} ({str(error)[:80]})")
 
     def _make(self, entry: Entry, parts: Iterable[str] = _PARTS) -> Any:
-        assert self._found is not None
-        values: dict[str, Any] = {"state": None, "items": (), "pairs": {}}
+        values: dict[str, Any] = {"state": None, "items": [], "pairs": {}}
         values |= {part: self.value(entry[part]) for part in parts}
-        return rebuilt(self._found[entry["own"]], entry["new"], **values)
+        return rebuilt(Reduced(self._named(entry["own"]), entry["new"], **values))
 
     def value(self, entry: Entry, old: Any = None) -> Any:
         """The value of a checked entry; ``old``: the value in its place, whose memory is kept."""
@@ -523,8 +527,7 @@ class Reader:
             target[key] = self.value(value, old.get(key))
 
     def _own(self, kind: str | None, entry: Entry) -> Any:
-        assert self._found is not None
-        own = self._found[entry["own"]]
+        own = self._named(entry["own"])
         if kind == "own":
             return own
         if kind == "new":

@@ -6,20 +6,19 @@ Only classes are called (``cls(*arguments)``, ``cls.__new__(cls, *arguments)``),
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-#: Of Python's own library, whose values every reader makes; none takes long by any arguments.
+#: Classes of Python's library whose values every reader makes; none takes long by any arguments.
 _STANDARD = {
     *("builtins.range", "builtins.slice", "collections.deque", "decimal.Decimal"),
     *("datetime.date", "datetime.datetime", "datetime.time", "datetime.timedelta"),
     *("datetime.timezone", "pathlib.PurePosixPath", "pathlib.PosixPath", "types.SimpleNamespace"),
     *("pathlib.PureWindowsPath", "uuid.UUID"),
 }
-#: Of these, those whose values cannot be keys.
+#: Standard classes whose values cannot be keys.
 _UNHASHABLE = {"builtins.slice", "collections.deque", "types.SimpleNamespace"}
 
-#: By what pickling says that a class's ``__new__`` makes a value.
+#: The function by which pickling says that a class's ``__new__`` makes a value.
 _BY_NEW = object().__reduce_ex__(2)[0]
 
 
@@ -34,6 +33,7 @@ class Reduced(NamedTuple):
     pairs: dict[Any, Any]
 
     def parts(self) -> list[Any]:
+        """The values that this one is made of."""
         return [*self.arguments, self.state, *self.items, self.pairs]
 
 
@@ -50,9 +50,9 @@ def reduced(value: Any) -> Reduced | None:
     return None
 
 
-def standard(name: Any) -> type | None:
+def standard(name: str) -> type | None:
     """A class of Python's own library that every reader knows."""
-    if not isinstance(name, str) or name not in _STANDARD:
+    if name not in _STANDARD:
         return None
     module, _, own = name.rpartition(".")
     found: type = getattr(importlib.import_module(module), own)
@@ -60,7 +60,7 @@ def standard(name: Any) -> type | None:
 
 
 def name_of(made: type) -> str:
-    """Of a standard class the same in every version of Python."""
+    """Module and name; those of a standard class are the same in every version of Python."""
     name = f"{made.__module__.partition('.')[0]}.{made.__qualname__}"
     return name if standard(name) is made else f"{made.__module__}.{made.__qualname__}"
 
@@ -69,15 +69,9 @@ def makes_keys(name: Any) -> bool:
     return isinstance(name, str) and name in _STANDARD - _UNHASHABLE
 
 
-def rebuilt(
-    made: type,
-    new: bool,
-    arguments: Iterable[Any],
-    state: Any,
-    items: Iterable[Any],
-    pairs: dict[Any, Any],
-) -> Any:
-    """The value of a :class:`Reduced`; any Exception where the class refuses it."""
+def rebuilt(reduced: Reduced) -> Any:
+    """The value; any Exception where its class refuses it."""
+    made, new, arguments, state, items, pairs = reduced
     value: Any = made.__new__(made, *arguments) if new else made(*arguments)
     if state is not None and hasattr(value, "__setstate__"):
         value.__setstate__(state)
