@@ -125,7 +125,7 @@ class KeptWeights:
             leads = f"were led back to those before by the step() after {_UNDONE_ROUNDS} rounds"
             warn(self._text("seems to step on a copy", leads))
         if due or (followed and self._seen):
-            self._rounds = _MOST_ROUNDS  # decided
+            self._suspects = []
 
     def _text(self, does: str, became: str) -> str:
         name, more = self._suspects[0][0], len(self._suspects) - 1
