@@ -92,7 +92,8 @@ def main():
         arguments.pairs, arguments.steps = 1, 2
     if arguments.table:
         found = []
-        for arguments.rate, arguments.rtt, arguments.loss in LINKS:
+        for rate, rtt, loss in LINKS:
+            arguments.rate, arguments.rtt, arguments.loss = rate, rtt, loss
             found.append(measured(arguments))
             print(json.dumps(found[-1]), file=sys.stderr, flush=True)
         print("\n".join(rows_of(found, arguments.arms)))

@@ -67,7 +67,7 @@ def train(algorithm, steps, folder):
     """Returns what the run achieved."""
     text = torch.tensor(list(Path(__file__).read_bytes()))
     model = adapted()
-    # Of the trainable parameters only: the others have no state to keep.
+    # Frozen parameters have no state to keep.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.01)
     model = bagua.wrap(model, [optimizer], ALGORITHMS[algorithm])

@@ -183,7 +183,7 @@ KINDS = [
 
 @training.with_group
 def other_adapters():
-    """Of each kind and two doors: bytes of a round that are not of adapters, and a digest."""
+    """For each kind and two doors: bytes of a round that are not of adapters, and a digest."""
     found = []
     for kind, options in KINDS:
         for door, name in ((by_wrap, "diloco"), (by_hook, "bytegrad")):

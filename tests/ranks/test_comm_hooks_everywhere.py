@@ -87,7 +87,7 @@ def test_each_object_made_inside_has_the_hook_of_the_innermost_context(ranks):
 
 @training.with_group
 def failing():
-    """What ends a context, and whether the constructor is torch's afterwards."""
+    """The error that ends a context, and whether the constructor is torch's afterwards."""
     found = []
 
     def attempt(kind, words, algorithm, body):

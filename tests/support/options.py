@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import enum
 import functools
-from datetime import UTC, date, datetime, timedelta
+from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ class Settings:
 
 
 class Window:
-    """What no decorator has made."""
+    """A class without a decorator."""
 
     __slots__ = "__dict__", "size"
 
@@ -67,7 +67,11 @@ def options(factor):
         "made": [range(1, 9, factor), slice(None, factor), timedelta(days=factor, microseconds=1)],
         "of the library": [
             *(Decimal("1.20"), Path("/a") / str(factor), PurePosixPath("b"), UUID(int=factor)),
-            *(datetime(2026, 1, factor, tzinfo=UTC), date(2026, 1, factor), SimpleNamespace(a=1)),
+            *(
+                datetime(2026, 1, factor, tzinfo=timezone.utc),
+                date(2026, 1, factor),
+                SimpleNamespace(a=1),
+            ),
             collections.deque([torch.full((2,), 1.0 * factor), factor], maxlen=3),
         ],
         "of a class": [Window(factor, {"rates": [0.5]}), functools.partial(shown, loosely=True)],

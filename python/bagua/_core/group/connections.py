@@ -733,7 +733,7 @@ class Connections:
                 straggler_after_s=env.get_straggler_seconds(),
                 on_straggler=warn_here,
             )
-            # Of a group that is dropped while the job goes on no heartbeats stay in the store.
+            # A group that is dropped while the job goes on leaves no heartbeats in the store.
             self._when_dropped = weakref.finalize(self, _leave, self._board, os.getpid())
             self._when_dropped.atexit = False
         return self._board.seat(name, members, title=title, unit=unit, per_round=per_round)

@@ -48,7 +48,7 @@ def statistics(
 
 
 def less_for(rank: int, times: float) -> str:
-    """What helps where a rank takes so many times as long as the others."""
+    """Advice where a rank takes so many times as long as the others."""
     return f"rank {rank} takes {times:.1f} times as long: give it {1 / times:.2f} of the batch"
 
 
