@@ -74,11 +74,13 @@ def train(algorithm, steps, folder):
 
     state = {"adapters": Adapters(model), "optimizer": optimizer, "own": model.bagua_algorithm}
     first = (folder and load_latest(folder, state)) or 0
+    losses = []
     for step in range(first, steps):
         optimizer.zero_grad()
         loss = model(**batch(text, step)).loss
         loss.backward()
         optimizer.step()
+        losses.append(loss.item())
     if folder is not None:
         save_checkpoint(folder, state, steps)
     sent = model.bagua_ddp.stats()["total"]["bytes_sent"]
@@ -88,7 +90,8 @@ def train(algorithm, steps, folder):
         model.save_pretrained(Path(folder) / "adapter")  # for peft.PeftModel.from_pretrained
     return {
         "rank": bagua.get_rank(),
-        "loss": loss.item(),
+        "first_loss": losses[0],
+        "loss": losses[-1],
         "adapters": sum(parameter.numel() for parameter in trained),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "bytes_sent_per_step": sent / (steps - first),

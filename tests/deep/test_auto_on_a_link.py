@@ -6,10 +6,12 @@ import time
 from support.processes.networks import needs_namespaces, network
 from support.processes.pool import run_on_network
 
-FAST, SLOW = 200, 20  # Mbit/s
+FAST, SLOW = 200, 10  # Mbit/s
 MOST_STEPS = 3000
+# An exact step sends 1 MB: 40 ms on the fast link and 800 ms on the slow one. What it takes on the
+# fast one beside other work is not known, so the slow link is told by its own time.
+ON_THE_SLOW_LINK = 0.5  # seconds
 
-# An exact step sends 1 MB: 40 ms on the fast link and 400 ms on the slow one.
 SCRIPT = f"""
 import hashlib, json
 import bagua.torch_api as bagua
@@ -32,7 +34,7 @@ for step in range({MOST_STEPS}):
     if choice["turns"] == 1 and chosen_at is None:
         chosen_at, first = step, choice
         print("go on more slowly", flush=True)
-    if choice["turns"] >= 2 and choice["table"][0]["seconds"] > 3 * first["table"][0]["seconds"]:
+    if choice["turns"] >= 2 and choice["table"][0]["seconds"] > {ON_THE_SLOW_LINK}:
         break
 digest = hashlib.blake2b(digest_size=8)
 for parameter in model.parameters():
@@ -52,7 +54,7 @@ def test_candidates_are_tried_again_where_a_link_gets_slow():
             link.shape(rank, SLOW)
 
     with network.Network(2, rate_mbit=FAST) as link:
-        ends = run_on_network(link, SCRIPT, timeout=100, meanwhile=slow_down)
+        ends = run_on_network(link, SCRIPT, timeout=150, meanwhile=slow_down)
     assert [end.returncode for end in ends] == [0, 0], [end.stderr for end in ends]
     lines = [end.stdout.splitlines() for end in ends]
     assert lines[0] == lines[1]

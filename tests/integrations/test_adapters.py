@@ -333,7 +333,8 @@ def example_resumed(name, folder):
 def test_the_example_learns_and_goes_on_to_the_bit(ranks, tmp_path, name):
     results = ranks(2, example_resumed, name, str(tmp_path))
     for whole, halves, norm in results:
-        assert whole["loss"] == halves["loss"] < 4.6  # it begins above 6
+        # The text is the example itself: how low the loss gets depends on its words.
+        assert whole["loss"] == halves["loss"] < whole["first_loss"] - 1
         assert whole["weights"] == halves["weights"] == norm == results[0][2]
         share = whole["bytes_sent_per_step"] / (4 * whole["adapters"])
         assert share <= {"bytegrad": 0.27, "diloco": 0.015}[name]
