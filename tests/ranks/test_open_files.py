@@ -7,8 +7,8 @@ import os
 import re
 import resource
 import signal
+import socket
 from datetime import timedelta
-from pathlib import Path
 
 import bagua.torch_api as bagua
 import torch.distributed as dist
@@ -33,19 +33,19 @@ def connections():
     """Inodes of this process's TCP connections, but for those to the store.
 
     Threads open one of these again where the store is late, and other sockets to look up names.
+    The kernel's table of connections would miss some while others end.
     """
-    found, of_store, established = set(), int(os.environ["MASTER_PORT"]), "01"
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            _, local, remote, state, *_, inode = line.split()[:10]
-            ports = {int(address.rpartition(":")[2], 16) for address in (local, remote)}
-            if state == established and of_store not in ports:
-                found.add(f"socket:[{inode}]")
-    own = set()
+    found, of_store = set(), int(os.environ["MASTER_PORT"])
     for file in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # of the listing itself, or closed meanwhile
-            own.add(os.readlink(f"/proc/self/fd/{file}"))
-    return found & own
+        with contextlib.suppress(OSError):  # not connected, or closed meanwhile
+            if not os.readlink(f"/proc/self/fd/{file}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(file))) as end:
+                if end.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                if of_store not in (end.getsockname()[1], end.getpeername()[1]):
+                    found.add(os.fstat(end.fileno()).st_ino)
+    return found
 
 
 @functools.partial(faults.with_bagua_group, timeout=60.0)
