@@ -10,9 +10,11 @@ import torch.distributed as dist
 from bagua._core.state.archive import load_archive
 from bagua.torch_api._rank_state import rank_state, restore
 from bagua.torch_api.algorithms import Algorithm, GradientAllReduceAlgorithm, QAdamOptimizer
+from bagua.torch_api.checkpoint import save_checkpoint
 from support import training
 from support.cases import over
 from support.options import Mode, Settings, StrangeSGD, options, shown, strange_state
+from torch.testing._internal.two_tensor import TwoTensor
 
 
 def stepped_adam(model, lr):
@@ -85,6 +87,10 @@ def of_another_function():
     return re.compile("a")
 
 
+def of_two_tensors():
+    return TwoTensor(torch.ones(2), torch.ones(2))  # as torchao's states in 8 bits are
+
+
 class Pair:
     def __reduce__(self):
         return Pair, (torch.ones(2),)
@@ -103,6 +109,7 @@ def wrap_with(make):
         (of_itself, "['strange'] is a deque; only what pickling makes by a call of a class"),
         (of_a_function, "['strange'] is of a class inside a function"),
         (of_another_function, "['strange'] is a Pattern; only"),
+        (of_two_tensors, "['strange'] is a TwoTensor, a tensor that holds others"),
         (Pair, "['strange'] is a Pair, which pickling calls with tensors"),
     ]
 )
@@ -111,6 +118,21 @@ def test_values_that_no_other_rank_could_make_are_named(ranks, case):
     for message in ranks(2, wrap_with, make):
         assert message.startswith("TypeError: optimizer entry param_groups[0]" + text)
         assert "keep the value in an attribute of the optimizer" in message
+
+
+@training.with_group
+def save_with(make, folder):
+    model = training.network()
+    optimizer = training.sgd(model)
+    model = model.with_bagua([optimizer], GradientAllReduceAlgorithm())
+    optimizer.state["strange"] = make()
+    return training.error_of(lambda: save_checkpoint(folder, {"optimizer": optimizer}, 1))
+
+
+def test_a_save_names_a_tensor_that_holds_others(ranks, tmp_path):
+    for message in ranks(2, save_with, of_two_tensors, str(tmp_path)):
+        assert "strange" in message
+        assert "is a TwoTensor, a tensor that holds others" in message
 
 
 @training.with_group

@@ -27,7 +27,7 @@ from bagua._core.state.reduced import (
     reduced,
     standard,
 )
-from bagua._core.state.shards import local
+from bagua._core.state.shards import is_sharded, local
 
 Entry: TypeAlias = dict[str, Any]
 
@@ -103,7 +103,7 @@ def beyond_archives(value: Any, trusted: Mapping[str, Any], depth: int = 0) -> b
     ``trusted``: classes of :func:`allowed_by_user`, of which torch writes the values.
     """
     if isinstance(value, torch.Tensor) or depth > _MOST_DEPTH:
-        return False
+        return _holds_tensors(value)
     if _is_own(value) or _is_named(value):
         return _name_of(value if _is_named(value) else type(value)) not in trusted
     if isinstance(value, (frozenset, torch.memory_format)) or _of_numpy(value):
@@ -123,6 +123,11 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         elif depth <= _MOST_DEPTH:
             left += [(each, depth + 1) for each in _inside(value)]
     return found
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether a tensor has no memory itself but keeps other tensors, such as codes and scales."""
+    return hasattr(type(value), "__tensor_flatten__") and not is_sharded(value)
 
 
 def _inside(value: Any) -> list[Any]:
@@ -236,6 +241,11 @@ class Writer:
         return entry
 
     def _tensor(self, value: torch.Tensor, where: str) -> Entry:
+        if _holds_tensors(value):
+            raise TypeError(
+                f"optimizer entry {where} is a {type(value).__name__}, a tensor that holds others, "
+                f"which cannot be sent or saved. {_REMEDY}"
+            )
         dtype, mine = str(value.dtype).removeprefix("torch."), local(value)
         if dtype not in DTYPES or mine.layout != torch.strided or mine.is_meta:
             raise TypeError(
