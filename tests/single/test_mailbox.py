@@ -1,6 +1,7 @@
 """Files of a mailbox: what a reader refuses, and how a place keeps them."""
 
 import errno
+import io
 import json
 import os
 import random
@@ -11,8 +12,9 @@ import torch
 from bagua.__main__ import main
 from bagua._core.group.grace import Grace
 from bagua._core.state.step_folder import Damaged
-from bagua._outer.mailbox import letters
+from bagua._outer.mailbox import claims, letters, store
 from bagua._outer.mailbox.letters import Contribution, Counted, Manifest
+from bagua._outer.mailbox.patience import Patience
 from bagua._outer.mailbox.store import Folder, Remote, place_at
 from bagua.torch_api.algorithms import DiLoCoAlgorithm, Mailbox
 
@@ -206,6 +208,45 @@ def test_a_lost_answer_of_a_link_is_not_another_islands_file(tmp_path, monkeypat
 
     monkeypatch.setattr(os, "link", answer_lost)
     assert Folder(tmp_path, "oslo").create("run", bytearray(b"mine"))
+
+
+def test_a_lost_answer_of_a_put_is_not_another_islands_file(monkeypatch):
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    pipe_file = MemoryFileSystem.pipe_file
+
+    def answer_lost(self, path, value, mode="overwrite"):
+        pipe_file(self, path, value, mode=mode)
+        if mode == "create":
+            raise FileExistsError(errno.EEXIST, "it was made, and asked for again")
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", answer_lost)
+    place = place_at("memory://lost-answers", "oslo")
+    assert place.create("run", bytearray(b"mine"))
+    for other in (b"theirs", b"their", b"a longer one"):
+        assert not place.create("run", bytearray(other))
+    claims.Claim(place, "0" * 16, SECRET, "oslo").take(
+        Patience(place, 60.0, 60.0, threading.Event())
+    )
+
+
+def test_a_disk_that_is_full_leaves_no_part_of_a_file(tmp_path, monkeypatch):
+    def without_links(source, target):
+        raise OSError(errno.EPERM, "no links here")
+
+    class Full(io.FileIO):
+        def write(self, data):
+            if self.name.parent.name == "tmp":
+                return super().write(data)
+            super().write(b"a part")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "link", without_links)
+    monkeypatch.setattr(store, "open", Full, raising=False)
+    place = Folder(tmp_path, "oslo")
+    with pytest.raises(OSError, match="No space left"):
+        place.create("round-000000001/manifest-0", bytearray(b"manifest"))
+    assert place.names("round-000000001") == []
 
 
 def test_links_and_pipes_in_a_folder_are_refused(tmp_path):

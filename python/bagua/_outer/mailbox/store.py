@@ -73,11 +73,17 @@ class Folder:
 
     def _create_in_place(self, place: Path, data: bytearray) -> bool:
         """Without links readers may see a part of a file; its seal tells them."""
+        created = False
         try:
             with open(place, "xb") as file:
+                created = True
                 file.write(data)
         except FileExistsError:
             return False
+        except OSError:
+            if created:  # such as on a full disk: another try is to find no part of it
+                place.unlink(missing_ok=True)
+            raise
         return True
 
     def replace(self, name: str, data: bytearray) -> None:
@@ -183,7 +189,7 @@ class Remote:
         """Have a second creation of one file refused."""
         name = f"probe-{secrets.token_hex(8)}"
         try:
-            first, second = (self.create(name, bytearray(b"probe")) for _ in range(2))
+            first, second = (self.create(name, bytearray(secrets.token_bytes(8))) for _ in "ab")
         except (NotImplementedError, TypeError, ValueError) as error:
             raise self._unfit(str(error)) from error
         finally:
@@ -206,9 +212,16 @@ class Remote:
             self._make_folder(name)
             self._call("pipe_file", self._at(name), bytes(data), mode="create")
         except FileExistsError:
-            return False
+            # Clients repeat a put whose answer was lost, and find the file that it has made.
+            return self._holds(name, data)
         self.sent += len(data)
         return True
+
+    def _holds(self, name: str, data: bytearray) -> bool:
+        try:
+            return self.read(name, len(data)) == data
+        except Damaged:
+            return False
 
     def replace(self, name: str, data: bytearray) -> None:
         self._make_folder(name)
