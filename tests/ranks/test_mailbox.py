@@ -397,6 +397,44 @@ def test_an_island_that_is_overtaken_while_it_saves_goes_on_with_an_anchor(ranks
 
 
 @training.with_group
+def cut_off_while_it_decides(folder):
+    """The others make the round that this island decides, and remove it, before its file comes."""
+    shared = {"mailbox": {"keep": 1}}
+    model, optimizer = island(folder, "oslo", **shared)
+    other = island(folder, "paris", **shared)
+    cut, over = threading.Event(), threading.Event()
+    box = model.bagua_algorithm._ranks._post.box
+    decide = box.decide
+
+    def late(manifest, attempt):
+        cut.set()
+        return over.wait(60) and decide(manifest, attempt)
+
+    box.decide = late
+
+    def others():
+        assert cut.wait(60)
+        train(*other, range(6), 7)  # of three rounds the files of the first are gone
+        over.set()
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    train(model, optimizer, range(2))
+    thread.join()
+    train(model, optimizer, range(2, 4))
+    algorithm = other[0].bagua_algorithm
+    algorithm._ranks._catch_up(algorithm._loop)
+    rounds = [each.bagua_algorithm.outer_rounds for each in (model, other[0])]
+    return rounds, anchor_bits(model) == anchor_bits(other[0])
+
+
+def test_an_island_that_was_cut_off_while_it_decides_a_round_takes_that_of_the_others(
+    ranks, tmp_path
+):
+    assert ranks(1, cut_off_while_it_decides, str(tmp_path)) == [([4, 4], True)]
+
+
+@training.with_group
 def left_alone(folder):
     """Syncs an island after the other one has ended, with a quorum of two."""
     shared = {"mailbox": {"quorum": 1}, "weight": "samples"}

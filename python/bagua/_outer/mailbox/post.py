@@ -106,6 +106,10 @@ class PostOffice:
             over = grace.over(len(arrived), len(expected))
             enough = len(arrived) >= needed and over and found >= 0
             if enough and self._decide(own, arrived, needed, found, patience):
+                if self._newest(patience) > number:
+                    # This island was cut off meanwhile. The others have decided long ago, and
+                    # removed that round.
+                    raise self._overtaken(number)
                 continue
             patience.wait_for(
                 f"outer round {number + 1} has {', '.join(sorted(arrived))}, needs "
