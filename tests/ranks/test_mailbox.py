@@ -435,6 +435,24 @@ def test_an_island_that_was_cut_off_while_it_decides_a_round_takes_that_of_the_o
 
 
 @training.with_group
+def out_of_reach_for_a_while(folder):
+    """Who lives after minutes in which no claim could be renewed, and when some was renewed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(claims, "_BEAT", 10_000.0)
+        made = [island(folder, name)[0] for name in NAMES[:2]]
+        lives = made[0].bagua_algorithm._ranks._post._lives
+        lives.look()
+        later = claims.time.monotonic() + 600.0
+        patch.setattr(claims.time, "monotonic", lambda: later)
+        lives.look()
+        return sorted(lives.alive())
+
+
+def test_islands_are_not_taken_for_dead_while_the_storage_answers_nobody(ranks, tmp_path):
+    assert ranks(1, out_of_reach_for_a_while, str(tmp_path)) == [["oslo", "paris"]]
+
+
+@training.with_group
 def left_alone(folder):
     """Syncs an island after the other one has ended, with a quorum of two."""
     shared = {"mailbox": {"quorum": 1}, "weight": "samples"}

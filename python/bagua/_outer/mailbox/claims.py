@@ -13,6 +13,7 @@ import re
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -39,10 +40,19 @@ class _Seen(NamedTuple):
 
 
 class Lives:
-    """The claims as this process has seen them. Thread safety: one thread at a time."""
+    """The claims as this process has seen them. Thread safety: one thread at a time.
 
-    def __init__(self, place: Place, run: str, secret: bytes | None) -> None:
-        self._place, self._run, self._secret = place, run, secret
+    ``clock``: seconds, by which a claim is silent.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        run: str,
+        secret: bytes | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._place, self._run, self._secret, self._clock = place, run, secret, clock
         self._seen: dict[str, _Seen] = {}
 
     def look(self) -> dict[str, int]:
@@ -57,7 +67,7 @@ class Lives:
                 life = self.read(name)
                 if life is not None:
                     numbers[match[1]], lives[match[1]] = int(match[2]), life
-        now = time.monotonic()
+        now = self._clock()
         for island, life in lives.items():
             before = self._seen.get(island)
             if before is None:
@@ -84,7 +94,7 @@ class Lives:
 
     def alive(self) -> set[str]:
         """Islands whose claims have changed lately, or were seen for the first time."""
-        now = time.monotonic()
+        now = self._clock()
         return {island for island, seen in self._seen.items() if now - seen.since < _SILENCE}
 
     def beats(self, island: str) -> bool:
@@ -97,7 +107,7 @@ class Claim:
 
     def __init__(self, place: Place, run: str, secret: bytes | None, island: str) -> None:
         self._place, self._run, self._secret, self.island = place, run, secret, island
-        self._life, self._beat = secrets.token_hex(8), 0
+        self._life, self._beat, self._renewed = secrets.token_hex(8), 0, 0
         self._lives = Lives(place, run, secret)
         self._name = ""
         self._end = threading.Event()
@@ -137,6 +147,13 @@ class Claim:
             "before."
         )
 
+    def clock(self) -> float:
+        """Seconds in which this claim could be renewed.
+
+        By them others are not silent while the storage answers nobody, or this process is stopped.
+        """
+        return self._renewed * _BEAT
+
     def check(self) -> None:
         """BaguaError: another process has taken the name, as this one was silent."""
         if self._lost:
@@ -168,6 +185,7 @@ class Claim:
                 if own is None and not self._create():
                     continue
                 self._place.replace(f"{_FOLDER}/{self._name}", self._letter())
+                self._renewed += 1
         with suppress(OSError):
             self._place.remove(_FOLDER, [self._name])
 

@@ -151,7 +151,7 @@ class MailboxRanks(FixedRanks):
 
         claim = self._run(loop, box, "entering", enter)
         weakref.finalize(self, claim.end)
-        return PostOffice(own, box, claim, Lives(place, box.run, own.secret))
+        return PostOffice(own, box, claim, Lives(place, box.run, own.secret, claim.clock))
 
     def _run(
         self, loop: OuterLoop, box: Box, what: str, function: Callable[[Patience], Value]
