@@ -18,7 +18,7 @@ import torch.distributed as dist
 from bagua import BaguaError, BaguaMismatchError, BaguaTimeoutError
 from bagua.__main__ import main
 from bagua._outer import leaving
-from bagua._outer.mailbox import bodies, box, claims
+from bagua._outer.mailbox import bodies, box, claims, patience
 from bagua._outer.mailbox.letters import Contribution
 from bagua.torch_api.algorithms import DiLoCoAlgorithm, Mailbox, OuterSGD
 from oracle.mailbox import Islands
@@ -723,6 +723,37 @@ def told_before_a_round(folder):
 def test_an_island_that_is_told_to_leave_mails_its_steps_and_ends_well(ranks, tmp_path):
     (found,) = ranks(1, told_before_a_round, str(tmp_path))
     assert found == (0, ["paris-1"], (None, None), ["oslo", "paris"])
+
+
+@training.with_group
+def told_while_it_waits(folder, hangs):
+    """Status and claims of an island that is told when it waits, and who counts in that round."""
+    patience._OF_A_CALL = 0.1
+    mailbox = {"quorum": 2, "leave_within": 1.0}
+    others, waits = island(folder, "paris"), threading.Event()
+
+    def told(*args):
+        bagua.leave()
+        if hangs:
+            waits.wait(60)
+        return look(*args)
+
+    own = island(folder, "oslo", mailbox=mailbox)
+    there = own[0].bagua_algorithm._ranks._post.box
+    look, there.contributions = there.contributions, told
+    with pytest.raises(SystemExit) as left:
+        train(*own, range(2))
+    waits.set()
+    claims_left = os.listdir(os.path.join(folder, "islands"))
+    train(*others, range(2))
+    counted = others[0].bagua_algorithm._ranks._post.box.manifest(0).counted
+    return left.value.code, claims_left, [each.island for each in counted]
+
+
+def test_an_island_that_waits_for_others_or_for_the_storage_leaves_when_it_is_told(ranks, tmp_path):
+    for hangs in (False, True):
+        (found,) = ranks(1, told_while_it_waits, str(tmp_path / f"{hangs}"), hangs)
+        assert found == (0, ["paris-1"], ["oslo", "paris"])
 
 
 @training.with_group

@@ -21,11 +21,13 @@ from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup, Island
 from bagua._core.state.initial_state import broadcast_tensors
 from bagua._outer.loop import Fragment, broadcast_fragments
+from bagua._outer.mailbox.patience import Noticed
 from bagua._outer.mailbox.post import Overtaken
 
 Value = TypeVar("Value")
 
-_FAILED, _OVERTAKEN = 1, 2
+_FAILED, _OVERTAKEN, _NOTICED = 1, 2, 3
+_STATES: dict[type[Exception], int] = {Overtaken: _OVERTAKEN, Noticed: _NOTICED}
 
 
 def alone_in(group: BaguaProcessGroup) -> BaguaProcessGroup:
@@ -61,13 +63,14 @@ class Inside:
                 value = function()
             except Exception as error:  # noqa: BLE001, raised below
                 failure = error
-        overtaken = isinstance(failure, Overtaken)
-        own = _OVERTAKEN if overtaken else _FAILED if failure is not None else 0
+        own = 0 if failure is None else _STATES.get(type(failure), _FAILED)
         (state,) = self.told(what, own)
         if failure is not None:
             raise failure
         if state == _OVERTAKEN:
             raise Overtaken(f"{what}: its files are gone")
+        if state == _NOTICED:
+            raise Noticed(f"{what}: the first rank of island '{self._name}' is to leave")
         if state == _FAILED:
             raise _C.BaguaError(
                 f"{what}: the first rank of island '{self._name}', which has the mailbox, has "

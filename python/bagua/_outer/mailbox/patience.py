@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 from bagua import _C
 from bagua._core.group.warn import warn_here
 from bagua._core.state.step_folder import Damaged
+from bagua._outer import leaving
 from bagua._outer.mailbox.store import Place
 
 Value = TypeVar("Value")
@@ -18,6 +19,11 @@ Value = TypeVar("Value")
 _FIRST_WORD = 10.0  # seconds after which a wait is told, and again when it has lasted twice as long
 _OF_A_DAMAGED_FILE = 5.0  # seconds in which it may become whole
 _SLICE = 0.5  # in which the main thread waits: an interrupt ends it
+_OF_A_CALL = 5.0  # seconds in which a call of the storage may end when the time is over
+
+
+class Noticed(_C.BaguaTimeoutError):
+    """The time that a notice gives to waits is over: this process is to leave."""
 
 
 class Closed(Exception):
@@ -27,19 +33,38 @@ class Closed(Exception):
 class Patience:
     """Pauses between looks at a place, until ``seconds`` are over or ``stop`` is set.
 
+    After a notice (``leaving.py``) waits have ``of_a_notice`` seconds from it.
+
     Attributes:
         doing: words for what is waited for.
     """
 
-    def __init__(self, place: Place, seconds: float, stop: threading.Event) -> None:
+    def __init__(
+        self, place: Place, seconds: float, of_a_notice: float, stop: threading.Event
+    ) -> None:
         self.doing = f"mailbox {place.url}"
-        self._place, self._stop = place, stop
+        self._place, self._stop, self._of_a_notice = place, stop, of_a_notice
         self._began, self._seconds = time.monotonic(), seconds
         self._pause, self._jitter = place.pause[0], random.Random()
 
     @property
     def over(self) -> bool:
-        return time.monotonic() - self._began > self._seconds
+        return self.exceeded(0.0) is not None
+
+    def exceeded(self, by: float) -> type[_C.BaguaError] | None:
+        """The class of the error where the time is over by so many seconds."""
+        now, notice = time.monotonic() - by, leaving.noticed()
+        if notice is not None and now > notice + self._of_a_notice:
+            return Noticed
+        return _C.BaguaTimeoutError if now - self._began > self._seconds else None
+
+    def _span(self, kind: type[_C.BaguaError]) -> str:
+        return f"{self._of_a_notice:g} s of a notice" if kind is Noticed else f"{self._seconds:g} s"
+
+    def give_up(self) -> None:
+        """End the work at its next call of the storage."""
+        self._stop = threading.Event()
+        self._stop.set()
 
     def pause(self) -> None:
         """Twice as long each time, to a bound; islands do not look at the same instants."""
@@ -50,16 +75,17 @@ class Patience:
     def wait_for(self, what: str, remedy: str) -> None:
         """Pause before another look. BaguaTimeoutError, with ``remedy``: the time is over."""
         self.doing = what
-        if self.over:
-            raise _C.BaguaTimeoutError(
-                f"mailbox {self._place.url}: {what}, and {self._seconds:g} s are over. {remedy}"
-            )
+        if kind := self.exceeded(0.0):
+            span = self._span(kind)
+            raise kind(f"mailbox {self._place.url}: {what}, and {span} are over. {remedy}")
         self.pause()
 
     def repeat(self, what: str, function: Callable[[], Value]) -> Value:
         """Call ``function`` until it succeeds; its result. BaguaError: the time is over."""
         damaged: float | None = None
         while True:
+            if self._stop.is_set():
+                raise Closed
             try:
                 return function()
             except Damaged as error:
@@ -71,9 +97,9 @@ class Patience:
                     ) from error
                 self.doing = f"{what} ({error})"
             except OSError as error:
-                if self.over:
-                    raise _C.BaguaError(
-                        f"mailbox {self._place.url}: {what} failed for {self._seconds:g} s "
+                if kind := self.exceeded(0.0):
+                    raise kind(
+                        f"mailbox {self._place.url}: {what} failed for {self._span(kind)} "
                         f"({self._place.told(error)}). See that it exists, has room and may "
                         "be written, then start this island again: it goes on from there."
                     ) from None  # a client's error may quote credentials
@@ -100,10 +126,19 @@ class Job(Generic[Value]):
             self._ended.set()
 
     def result(self, who: str) -> Value:
-        """Wait for it, and return or raise what it has; ``who`` waits, for warnings."""
+        """Wait for it, and return or raise what it has; ``who`` waits, for warnings.
+
+        BaguaTimeoutError: a call of the storage has not ended when the time was over.
+        """
         began, word = time.monotonic(), _FIRST_WORD
         while not self._ended.wait(_SLICE):
             waited = time.monotonic() - began
+            if kind := self._patience.exceeded(_OF_A_CALL):
+                self._patience.give_up()
+                raise kind(
+                    f"{who} has waited for {waited:.0f} s, and the storage does not answer "
+                    f"({self._patience.doing}). Start this island again: it goes on from there."
+                )
             if waited > word:
                 warn_here(f"{who} has waited for {waited:.0f} s: {self._patience.doing}")
                 word *= 2

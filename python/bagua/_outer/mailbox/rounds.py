@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -41,7 +41,7 @@ from bagua._outer.mailbox.box import Box
 from bagua._outer.mailbox.claims import Claim, Lives
 from bagua._outer.mailbox.island import Inside
 from bagua._outer.mailbox.letters import Contribution
-from bagua._outer.mailbox.patience import Job, Patience
+from bagua._outer.mailbox.patience import Job, Noticed, Patience
 from bagua._outer.mailbox.post import Anchor, Overtaken, PostOffice, Result, digest_before
 from bagua._outer.mailbox.store import place_at, public, without_credentials
 from bagua._outer.strategies import FixedRanks, RankWeights
@@ -86,7 +86,7 @@ class MailboxRanks(FixedRanks):
         self._stop = threading.Event()
         self._sigterm = leaving.Sigterm(mailbox.leave_within)
         self._leaves = False  # after this step, all ranks of the island
-        self._deadline: float | None = None  # of the waits of one that leaves
+        self._last = False  # the last round of one that leaves is under way
         self._entered = False
         self._post: PostOffice | None = None  # of an island's first rank that has entered
         self._loop: Callable[[], OuterLoop | None] = lambda: None
@@ -118,12 +118,13 @@ class MailboxRanks(FixedRanks):
 
     def begin(self, loop: OuterLoop) -> None:
         self._loop = weakref.ref(loop)
-        if not self._entered:
-            enters = f"{self._who(loop)}, entering"
-            self._post = self._inside.led(lambda: self._enter(loop), enters)
-            self._entered = True
-        self._reached = -1
-        self._catch_up(loop)
+        with self._until_told():
+            if not self._entered:
+                enters = f"{self._who(loop)}, entering"
+                self._post = self._inside.led(lambda: self._enter(loop), enters)
+                self._entered = True
+            self._reached = -1
+            self._catch_up(loop)
 
     def _enter(self, loop: OuterLoop) -> PostOffice:
         """Begin or join the run, under this island's name."""
@@ -160,10 +161,8 @@ class MailboxRanks(FixedRanks):
         return Job(function, self._patience(box)).result(f"{self._who(loop)}, {what},")
 
     def _patience(self, box: Box) -> Patience:
-        seconds = self._timeout
-        if self._deadline is not None:
-            seconds = max(0.0, self._deadline - time.monotonic())
-        return Patience(box.place, seconds, self._stop)
+        of_a_notice = _OF_A_NOTICE * self._mailbox.leave_within
+        return Patience(box.place, self._timeout, of_a_notice, self._stop)
 
     def _who(self, loop: OuterLoop) -> str:
         return f"module '{loop.name}': island '{self._mailbox.island}'"
@@ -211,25 +210,42 @@ class MailboxRanks(FixedRanks):
         self.complete(rounds)
         if self._inside.size == 1:
             self._leaves = leaving.noticed() is not None
-        if self._leaves and self._deadline is None:
-            self._leave(self._known_loop())
+        if self._leaves and not self._last:
+            self._leave(self._known_loop(), None)
 
     def complete(self, receive: Callable[[], None]) -> None:
-        try:
-            receive()
-        except Overtaken:
-            loop = self._known_loop()
-            loop.state.pending = None
-            self._catch_up(loop)
+        with self._until_told():
+            try:
+                receive()
+            except Overtaken:
+                loop = self._known_loop()
+                loop.state.pending = None
+                self._catch_up(loop)
 
-    def _leave(self, loop: OuterLoop) -> None:
-        """Make the last round, or leave the contribution to it; then end the process."""
-        notice = leaving.noticed() or time.monotonic()
-        self._deadline = notice + _OF_A_NOTICE * self._mailbox.leave_within
-        how = "its steps are in the anchor"
+    @contextmanager
+    def _until_told(self) -> Iterator[None]:
+        """Leave where a notice comes to a wait that does not end soon."""
         try:
-            loop.sync()
-        except _C.BaguaError as error:
+            yield
+        except Noticed as error:
+            if self._last:
+                raise
+            self._leave(self._known_loop(), error)
+
+    def _leave(self, loop: OuterLoop, error: _C.BaguaError | None) -> None:
+        """Make the last round, or leave the contribution to it; then end the process.
+
+        ``error``: of a round under way that was not decided in time.
+        """
+        leaving.leave()  # on ranks that have heard of it from another one
+        self._last = True
+        try:
+            if error is None:
+                loop.sync()
+        except _C.BaguaError as failure:
+            error = failure
+        how = "its steps are in the anchor"
+        if error is not None:
             how = f"its last steps count in a round of the others, if they were mailed ({error})"
         _log.warning("%s leaves as it was told: %s", self._who(loop), how)
         self.close()
