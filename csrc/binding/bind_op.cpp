@@ -116,16 +116,18 @@ void bind_all_reduce(py::module_& m) {
       m, "CompressedAllReduce")
       .def(py::init([](std::shared_ptr<Communicator> communicator, std::shared_ptr<Codec> codec,
                        std::shared_ptr<Scratch> scratch, ReduceOp op, bool checksum,
-                       std::shared_ptr<RoundMemory> memory, int64_t padding) {
+                       std::shared_ptr<RoundMemory> memory, int64_t padding,
+                       std::shared_ptr<Communicator> shards) {
              std::optional<TwoResiduals> residuals;
-             if (memory) residuals = {.memory = std::move(memory), .padding = padding};
+             if (memory) residuals = {std::move(memory), padding, std::move(shards)};
              return std::make_shared<CompressedAllReduce>(std::move(communicator), std::move(codec),
                                                           std::move(scratch), op,
                                                           checksum_if(checksum), residuals);
            }),
            py::arg("communicator"), py::arg("codec"), py::arg("scratch"), py::arg("op"),
            py::kw_only(), py::arg("checksum") = false, py::arg("memory").none(true) = py::none(),
-           py::arg("padding") = 0);
+           py::arg("padding") = 0, py::arg("shards").none(true) = py::none(),
+           "shards: of ranks whose buckets are other shards of the same gradients.");
 
   m.def("part_stride", &part_stride, py::arg("numel"), py::arg("parts"),
         "Elements between the parts into which ranks cut a bucket.");

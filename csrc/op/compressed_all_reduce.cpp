@@ -61,7 +61,8 @@ CompressedAllReduce::CompressedAllReduce(std::shared_ptr<Communicator> communica
   check_communications(memory->value(kCommunications), "CompressedAllReduce");
   residuals_.emplace(BothSides{.worker = Feedback(memory, kWorker),
                                .server = Feedback(memory, kServer),
-                               .padding = residuals->padding});
+                               .padding = residuals->padding,
+                               .shards = std::move(residuals->shards)});
 }
 
 void CompressedAllReduce::run(at::Tensor& flat, const Round& round) {
@@ -205,7 +206,9 @@ void CompressedAllReduce::check_fits(const at::Tensor& flat, const Round& round)
 }
 
 void CompressedAllReduce::leave(const at::Tensor& flat, const Round& round) {
-  residuals_->worker.leave(round.number, finite_of(flat));  // both: they are of one memory
+  const std::shared_ptr<Communicator>& shards = residuals_->shards;
+  const Finite finite = finite_of(shards ? finite_everywhere(flat, *shards) : flat);
+  residuals_->worker.leave(round.number, finite);  // both: they are of one memory
 }
 
 // Steps 3 and 4: on CPU while a tile is in cache, on a device in few launches if the codec can.

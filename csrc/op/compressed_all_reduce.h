@@ -23,6 +23,9 @@ struct TwoResiduals {
   // number of communications.
   std::shared_ptr<RoundMemory> memory;
   int64_t padding = 0;  // elements at the end of the bucket without meaning
+  // Of the ranks whose buckets are other shards of the same gradients. They tell each other whether
+  // their results are finite, so that residuals change for all shards or for none; null: none.
+  std::shared_ptr<Communicator> shards = nullptr;
 };
 
 // Bagua's scatter-gather all-reduce. The bucket is cut into one part per rank:
@@ -51,9 +54,10 @@ struct TwoResiduals {
 // more ranks are added to the bucket and become zero.
 //
 // Bytes sent per rank: 2 r S (P - 1) / P for S bytes, P ranks and payload ratio r, plus 32 bytes of
-// frame per message. With one rank nothing is done. Buckets of f64 are cast to f32 for the wire.
-// The codec is of the bucket's device, where everything is ordered on the current stream; see Note
-// [Frames on a device] for when a peer's mismatch is found there.
+// frame per message; with residuals of other shards and an all_reduce of 4 bytes. With one rank
+// nothing else is done. Buckets of f64 are cast to f32 for the wire. The codec is of the bucket's
+// device, where everything is ordered on the current stream; see Note [Frames on a device] for when
+// a peer's mismatch is found there.
 class CompressedAllReduce final : public BucketOp {
  public:
   CompressedAllReduce(std::shared_ptr<Communicator> communicator,
@@ -69,6 +73,7 @@ class CompressedAllReduce final : public BucketOp {
     Feedback worker;
     Feedback server;
     int64_t padding;
+    std::shared_ptr<Communicator> shards;
   };
 
   void reduce(const BucketParts& parts, const at::Tensor& sum, int64_t first_tile,

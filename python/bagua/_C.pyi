@@ -263,6 +263,7 @@ class CompressedAllReduce(BucketOp):
         checksum: bool = False,
         memory: RoundMemory | None = None,
         padding: int = 0,
+        shards: Communicator | None = None,
     ) -> None: ...
 
 def part_stride(numel: int, parts: int) -> int: ...

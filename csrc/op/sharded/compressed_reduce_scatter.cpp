@@ -1,12 +1,8 @@
 #include "op/sharded/compressed_reduce_scatter.h"
 
 #include <cmath>
-#include <limits>
 #include <utility>
 #include <vector>
-
-#include <ATen/ops/full.h>
-#include <ATen/ops/where.h>
 
 #include "base/check.h"
 #include "op/tensors/all_finite.h"
@@ -33,16 +29,6 @@ void reduce(const BucketParts& parts, const at::Tensor& sum, const at::Tensor& r
   }
   if (divisor != 1.0) total.div_(divisor);
   result.narrow(0, first, numel).copy_(total);
-}
-
-// One f32 on the device of `result`: 0 if that is finite on all ranks, otherwise NaN.
-at::Tensor finite_everywhere(const at::Tensor& result, Communicator& communicator) {
-  const double nan = std::numeric_limits<double>::quiet_NaN();
-  const Finite finite = finite_of(result);
-  at::Tensor flag = at::full({1}, finite.here ? 0.0 : nan, result.options().dtype(at::kFloat));
-  if (finite.there.defined()) flag = at::where(finite.there, flag, nan);
-  if (communicator.group().size > 1) communicator.all_reduce(flag, ReduceOp::kSum);
-  return flag;
 }
 
 }  // namespace

@@ -1,11 +1,14 @@
 #include "op/tensors/all_finite.h"
 
 #include <cmath>
+#include <limits>
 
 #include <ATen/ops/aminmax.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/view_as_real.h>
+#include <ATen/ops/where.h>
 
 #include "math/finite.h"
 #include "op/tensors/arithmetic_dtype.h"
@@ -49,6 +52,15 @@ Finite finite_of(const at::Tensor& tensor) {
   // is not finite gives NaN times zero, in fewer launches than isfinite().
   const auto [least, most] = at::aminmax(tensor);
   return {.here = true, .there = least.mul(0).add_(most.mul(0)).eq(0)};
+}
+
+at::Tensor finite_everywhere(const at::Tensor& tensor, Communicator& communicator) {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const Finite finite = finite_of(tensor);
+  at::Tensor flag = at::full({1}, finite.here ? 0.0 : nan, tensor.options().dtype(at::kFloat));
+  if (finite.there.defined()) flag = at::where(finite.there, flag, nan);
+  if (communicator.group().size > 1) communicator.all_reduce(flag, ReduceOp::kSum);
+  return flag;
 }
 
 }  // namespace bagua

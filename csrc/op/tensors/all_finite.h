@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "comm/communicator.h"
+
 namespace bagua {
 
 // `tensor`: of any dtype, on any device; on a device other than the CPU the call waits for it.
@@ -16,5 +18,9 @@ struct Finite {
   Finite& operator&=(const Finite& other);
 };
 Finite finite_of(const at::Tensor& tensor);
+
+// One f32 on the device of `tensor`: 0 if that is finite on all ranks, otherwise NaN. One
+// all_reduce of 4 bytes, in which all ranks take part.
+at::Tensor finite_everywhere(const at::Tensor& tensor, Communicator& communicator);
 
 }  // namespace bagua
