@@ -56,6 +56,20 @@ def test_replicas_on_three_nodes_reach_the_accuracy_of_exact_ones(run_script):
     assert compressed["weights"] != exact["weights"]
 
 
+def test_4_bits_with_residuals_between_copies_reach_the_loss_and_resume(run_script, tmp_path):
+    arguments = ("--replicas", 2, "--epochs")
+    four = ("--codec", "int4_block", "--residuals")
+    exact = run_example(run_script, *arguments, 30, "--codec", "none", ranks=4)
+    run_example(run_script, *arguments, 15, *four, "--checkpoint", tmp_path, ranks=4)
+    resumed = run_example(run_script, *arguments, 30, *four, "--checkpoint", tmp_path, ranks=4)
+    whole = run_example(run_script, *arguments, 30, *four, ranks=4)
+    assert whole["steps"] == 2 * resumed["steps"] == exact["steps"] >= 300
+    assert abs(whole["loss"] - exact["loss"]) <= 0.01
+    assert resumed["weights"] == whole["weights"] != exact["weights"]
+    of_a_shard = 4 * whole["parameters"] / 2  # an exact all-reduce of two sends as much
+    assert 0.125 * of_a_shard < whole["gradient_bytes_per_step"] <= 0.15 * of_a_shard
+
+
 def test_the_page_shows_the_script_and_its_arguments():
     page = (REPOSITORY / "docs/integrations/fsdp.md").read_text()
     assert "examples/integrations/fsdp.py" in page

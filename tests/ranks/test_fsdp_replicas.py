@@ -6,7 +6,7 @@ import bagua.fsdp
 import pytest
 import torch
 import torch.distributed as dist
-from oracle.compressed_all_reduce import compressed_all_reduce
+from oracle.compressed_all_reduce import compressed_all_reduce, parts, with_residuals
 from oracle.sharded import reduce_scatter
 from support import faults, sharded
 from support.cases import over
@@ -109,12 +109,14 @@ DIVISIONS = {
 
 @sharded.with_torch_group
 def as_torch(shape, division, options, accumulate):
-    """Gradients that an exact codec and torch itself give."""
+    """Gradients by an exact codec, with replicas by residuals as well, and by torch itself."""
     results = []
-    for compressed in (True, False):
+    for compressed in ({}, {"error_feedback": True}, None):
+        if compressed and (isinstance(shape, int) or shape[0] == 3):
+            continue  # a mean of three, which residuals are of, has many bits
         model = hybrid(shape, linear(), **options)
-        if compressed:
-            bagua.fsdp.compress(model, "fp16")
+        if compressed is not None:
+            bagua.fsdp.compress(model, "fp16", **compressed)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 DIVISIONS[division](module)
@@ -129,9 +131,10 @@ def as_torch(shape, division, options, accumulate):
 
 
 def assert_as_torch(results):
-    for found, expected in results:
+    for *all_found, expected in results:
         assert any(gradient.any() for gradient in expected)
-        assert all(map(torch.equal, found, expected))
+        for found in all_found:
+            assert all(map(torch.equal, found, expected))
 
 
 BF16, F16 = (
@@ -165,6 +168,107 @@ OFFLOAD = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
 def test_an_exact_codec_gives_the_bits_of_torch(ranks, shape, division, options, accumulate):
     n = shape if isinstance(shape, int) else size(shape)
     assert_as_torch(ranks(n, as_torch, shape, division, options, accumulate))
+
+
+def oracle_with_residuals(shape, step, kept, scale):
+    """This rank's shards of all gradients; `kept`, by module, gets residuals of replicas."""
+    replicas, shards = shape
+    copies = sharded.plain_copies(step, scale)
+    rank = dist.get_rank() % shards
+    found = []
+    for name, layers in sharded.GROUPS.items():
+        flats = [sharded.flat_gradients([c[i] for i in layers], shards) for c in copies]
+        means = [
+            (torch.stack(flats[first : first + shards]).sum(0) / shards).chunk(shards)[rank]
+            for first in range(0, replicas * shards, shards)
+        ]
+        numel = means[0].numel()
+        zeros = [torch.zeros(size) for _, size in parts(numel, replicas)]
+        before = kept.get(name, ([torch.zeros(numel)] * replicas, zeros))
+        mean, *kept[name] = with_residuals("int4_block", means, *before, scale)
+        modules = [copies[dist.get_rank()][i] for i in layers]
+        found += sharded.cut_back(mean, modules, rank, shards)
+    return found
+
+
+@sharded.with_torch_group
+def residuals_of_replicas(shape, scale):
+    model = hybrid(shape)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    handle = bagua.fsdp.compress(model, "int4_block", error_feedback=True, grad_scaler=scaler)
+    rank = dist.get_rank()
+    replica, shard = divmod(rank, shape[1])
+    kept = {}
+    for step in range(3):
+        model.zero_grad()
+        sharded.backward(model, step, scale)
+        expected = oracle_with_residuals(shape, step, kept, scale)
+        assert all(map(torch.equal, sharded.local_gradients(model).values(), expected)), step
+        state = handle.state_dict()
+        for module, (errors, servers) in kept.items():
+            name = f"{module}.replicas/shard{shard}"
+            first = parts(errors[0].numel(), shape[0])[replica][0]
+            assert torch.equal(state[f"rank{rank}/error/{name}"], errors[replica]), (step, name)
+            if servers[replica].numel():
+                server = state[f"rank{rank}/server/{first}/{name}"]
+                assert torch.equal(server, servers[replica]), (step, name)
+        assert errors[replica].any()
+    return True
+
+
+def test_residuals_between_copies_are_those_of_the_oracle(ranks):
+    for shape, scale in (((2, 2), 1024.0), ((3, 1), 1.0)):
+        assert all(ranks(size(shape), residuals_of_replicas, shape, scale))
+
+
+@sharded.with_torch_group
+def overflowing_in_a_shard():
+    """Whether gradients are finite, and residuals, after each step; the second overflows."""
+    model = fully_shard(torch.nn.Linear(5, 2), mesh=mesh_of((2, 2)))
+    handle = bagua.fsdp.compress(model, "int4_block", error_feedback=True)
+    found = []
+    for step, factor in enumerate((1.0, float("inf"), 1.0)):
+        inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(step)).abs()
+        factors = torch.tensor([factor if faults.is_last() else 1.0, dist.get_rank() + 1.0])
+        (model(inputs) * factors).sum().backward()
+        finite = all(g.isfinite().all() for g in sharded.local_gradients(model).values())
+        found.append((bool(finite), handle.state_dict()))
+        model.zero_grad()
+    return found
+
+
+def test_an_overflow_in_one_shard_leaves_the_residuals_of_all(ranks):
+    results = ranks(4, overflowing_in_a_shard)
+    assert [found[1][0] for found in results] == [False, True] * 2
+    for (_, before), (_, overflowed), (finite, after) in results:
+        assert finite
+        assert before.keys() == overflowed.keys()
+        del before["ranks"]
+        for name, value in before.items():
+            assert torch.equal(value, overflowed[name]), name
+        assert any(not torch.equal(value, after[name]) for name, value in before.items())
+
+
+@sharded.with_torch_group
+def both_reductions():
+    """Weights, and the modules of the residuals, where shards are reduced in 4 bits, too."""
+    model = hybrid((2, 2))
+    options = {"reduce_scatter": True, "error_feedback": True}
+    handle = bagua.fsdp.compress(model, "int4_block", **options)
+    sharded.train(model, sharded.adam(model), 3)
+    state = handle.state_dict()
+    handle.load_state_dict(state)
+    kinds = {key.split("/")[1] for key in state if "/" in key}
+    numel = sum(v.numel() for k, v in state.items() if "/error/" in k and "replicas" not in k)
+    return sharded.full_weights(model), kinds, numel
+
+
+def test_each_reduction_has_a_residual_where_both_are_compressed(ranks):
+    results = ranks(4, both_reductions)
+    for weights, kinds, numel in results:
+        assert kinds == {"error", "server"}
+        assert numel >= weights.numel()
+        assert torch.equal(weights, results[0][0])
 
 
 @sharded.with_torch_group
@@ -255,12 +359,13 @@ def refusals():
     compress = bagua.fsdp.compress
     errors = {}
     model = hybrid((2, 1))
-    errors["residuals"] = faults.error_of(functools.partial(compress, model, error_feedback=True))
     copy = replicate(sharded.plain())
     errors["weights"] = faults.error_of(functools.partial(compress, copy, weights=True))
     errors["shards"] = faults.error_of(functools.partial(compress, copy, reduce_scatter=True))
     flat = sharded.sharded()
     errors["nothing"] = faults.error_of(functools.partial(compress, flat, reduce_scatter=False))
+    exact = functools.partial(compress, flat, weights=True, reduce_scatter=False)
+    errors["residuals"] = faults.error_of(functools.partial(exact, error_feedback=True))
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tensor"))
     parallel = parallelize_module(torch.nn.Linear(4, 4), mesh["tensor"], ColwiseParallel())
     fully_shard(parallel, mesh=mesh["shard"])
@@ -273,8 +378,7 @@ def refusals():
 
 def test_what_replicas_cannot_do_is_refused_with_the_reason(ranks):
     for errors in ranks(2, refusals):
-        assert errors["residuals"].startswith("NotImplementedError"), errors
-        assert "error_feedback=True is not supported with replicas" in errors["residuals"]
+        assert "ValueError: bagua.fsdp.compress: error_feedback=True, but" in errors["residuals"]
         assert "ValueError: bagua.fsdp.compress: weights=True, but no par" in errors["weights"]
         assert "ValueError: bagua.fsdp.compress: reduce_scatter=True" in errors["shards"]
         assert "ValueError" in errors["nothing"]

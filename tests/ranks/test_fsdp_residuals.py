@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from support import faults, sharded
 from support.cases import over
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 
@@ -17,7 +18,7 @@ def with_residuals(scale):
     model, handle = sharded.compressed("int4_block", error_feedback=True, grad_scaler=scaler)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     memories = handle._memories.items()
-    errors = {name: [torch.zeros_like(memory.value(0))] * ranks for name, memory in memories}
+    errors = {name: [torch.zeros_like(memory.value(0))] * ranks for (name, _), memory in memories}
     for step in range(3):
         model.zero_grad()
         sharded.backward(model, step, scale)
@@ -58,6 +59,14 @@ def test_an_overflow_of_one_rank_leaves_the_residuals_of_all_ranks(ranks):
             assert not torch.equal(value, after[name])
 
 
+def mesh_of(replicas):
+    """One of replicas and shards, or None for 0 replicas."""
+    if replicas == 0:
+        return None
+    shape = (replicas, dist.get_world_size() // replicas)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
 class Branches(torch.nn.Module):
     """A step may use the first or the second branch only."""
 
@@ -72,12 +81,13 @@ class Branches(torch.nn.Module):
 
 
 @sharded.with_torch_group
-def unused_parameters(own_modules, older_torch):
+def unused_parameters(own_modules, older_torch, replicas=0):
+    mesh = mesh_of(replicas)
     model = Branches()
     if own_modules:
         for branch in (model.first, model.second):
-            fully_shard(branch)
-    fully_shard(model)
+            fully_shard(branch, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     with pytest.MonkeyPatch.context() as patch:
         if older_torch:
             patch.delattr(FSDPModule, "set_reduce_scatter_unused_params", raising=False)
@@ -96,12 +106,19 @@ PARTS_OF_MODULES = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    ("own_modules", "older_torch"),
-    [pytest.param(False, False, marks=PARTS_OF_MODULES), (True, False), (True, True)],
-    ids=["one_module", "own_modules", "own_modules-older_torch"],
+    ("own_modules", "older_torch", "replicas"),
+    [
+        pytest.param(False, False, 0, marks=PARTS_OF_MODULES),
+        (True, False, 0),
+        (True, True, 0),
+        pytest.param(False, False, 2, marks=PARTS_OF_MODULES),
+        (True, True, 2),
+    ],
 )
-def test_residuals_survive_steps_that_leave_out_parameters(ranks, own_modules, older_torch):
-    for states in ranks(2, unused_parameters, own_modules, older_torch):
+def test_residuals_survive_steps_that_leave_out_parameters(
+    ranks, own_modules, older_torch, replicas
+):
+    for states in ranks(2, unused_parameters, own_modules, older_torch, replicas):
         for state in states:
             assert all(v.isfinite().all() for k, v in state.items() if k != "ranks")
         for before, after in itertools.pairwise(states):
@@ -176,13 +193,14 @@ def test_a_round_is_the_backward_of_whatever_modules(ranks):
 
 
 @sharded.with_torch_group
-def resumed(folder):
+def resumed(folder, replicas):
     """(weights after ten steps, weights of the training that was saved after five and loaded)."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     def start():
-        model, handle = sharded.compressed("int4_block", error_feedback=True)
+        model = sharded.sharded(mesh=mesh_of(replicas))
+        handle = bagua.fsdp.compress(model, "int4_block", error_feedback=True)
         return model, handle, sharded.adam(model)
 
     model, handle, optimizer = start()
@@ -202,10 +220,11 @@ def resumed(folder):
 
 
 def test_training_resumes_to_the_bit_through_dcp(ranks, tmp_path):
-    results = ranks(2, resumed, str(tmp_path))
-    for uninterrupted, continued in results:
-        assert torch.equal(uninterrupted, continued)
-        assert torch.equal(uninterrupted, results[0][0])
+    for n, replicas in ((2, 0), (4, 2)):
+        results = ranks(n, resumed, str(tmp_path / str(n)), replicas)
+        for uninterrupted, continued in results:
+            assert torch.equal(uninterrupted, continued)
+            assert torch.equal(uninterrupted, results[0][0])
 
 
 @sharded.with_torch_group

@@ -116,7 +116,8 @@ def test_samples_weigh_gradients_of_every_algorithm_and_door_and_send_nothing(ra
 
 
 FULLY_SHARDED = [{}, {"error_feedback": True}, {"codec": "int4_block"}, {"weights": True}]
-HYBRID = [{"mesh": (2, 2)}, {"mesh": (2, 2), "reduce_scatter": True}, {"mesh": (4, 1)}]
+HYBRID = [{"mesh": (2, 2)}, {"mesh": (2, 2), "reduce_scatter": True}, {"mesh": (4, 1)},
+          {"mesh": (2, 2), "codec": "int4_block", "error_feedback": True}]  # fmt: skip
 
 
 def test_samples_weigh_gradients_of_sharded_models_and_send_nothing(ranks):

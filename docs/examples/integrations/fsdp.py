@@ -6,6 +6,7 @@
 The images are scikit-learn's own (8x8 grey values, no download). Rank r trains on every image i
 with i % world_size == r. With --checkpoint FOLDER the training goes on from the last epoch there.
 With --replicas N there are N copies of the model (HSDP); between them gradients travel in 8 bits.
+With --codec int4_block --residuals each rank keeps what compression has taken, and sends it later.
 """
 
 import argparse
@@ -53,21 +54,31 @@ def make_model(replicas):
     return fully_shard(model, mesh=mesh)
 
 
-def train(codec, weights, epochs, folder, replicas):
+def state_of(model, optimizer, compressed):
+    """A checkpoint's; `compressed` loads its part, the residuals, by itself."""
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    state = {"model": of_model, "optimizer": of_optimizer}
+    if compressed is not None:
+        state["fsdp"] = compressed
+    return state
+
+
+def train(codec, weights, epochs, folder, replicas, residuals):
     """Returns what the run achieved."""
     images, labels, test_images, test_labels = digits(dist.get_rank(), dist.get_world_size())
     model = make_model(replicas)
     compressed = None
     if codec != "none":
-        compressed = bagua.fsdp.compress(model, codec, weights=weights)
+        options = {"weights": weights, "error_feedback": residuals}
+        compressed = bagua.fsdp.compress(model, codec, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)
 
     first = 0
     if folder is not None and (saved := sorted(folder.glob("epoch*"))):
         first = int(saved[-1].name.removeprefix("epoch"))
-        of_model, of_optimizer = get_state_dict(model, optimizer)
-        state = {"model": of_model, "optimizer": of_optimizer}
+        state = state_of(model, optimizer, compressed)
         dcp.load(state, checkpoint_id=saved[-1])
+        of_model, of_optimizer = state["model"], state["optimizer"]
         set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
 
     steps = 0
@@ -79,12 +90,13 @@ def train(codec, weights, epochs, folder, replicas):
             optimizer.step()
             steps += 1
         if folder is not None:
-            of_model, of_optimizer = get_state_dict(model, optimizer)
-            state = {"model": of_model, "optimizer": of_optimizer}
+            state = state_of(model, optimizer, compressed)
             dcp.save(state, checkpoint_id=folder / f"epoch{epoch + 1:03}")
 
     with torch.no_grad():
-        accuracy = (model(test_images).argmax(1) == test_labels).float().mean().item()
+        outputs = model(test_images)
+        accuracy = (outputs.argmax(1) == test_labels).float().mean().item()
+        loss = cross_entropy(outputs, test_labels).item()
     sent = 0
     if compressed is not None:
         buckets = compressed.stats()["buckets"]
@@ -94,6 +106,7 @@ def train(codec, weights, epochs, folder, replicas):
     return {
         "codec": codec,
         "accuracy": accuracy,
+        "loss": loss,
         "steps": steps,
         "gradient_bytes_per_step": sent / max(1, steps),  # of this rank
         "parameters": sum(parameter.numel() for parameter in whole),
@@ -108,6 +121,7 @@ def main():
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--checkpoint", type=Path, help="folder to save to and go on from")
     parser.add_argument("--replicas", type=int, default=1, help="copies of the model (HSDP)")
+    parser.add_argument("--residuals", action="store_true", help="error feedback")
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
     result = train(
@@ -116,6 +130,7 @@ def main():
         arguments.epochs,
         arguments.checkpoint,
         arguments.replicas,
+        arguments.residuals,
     )
     if dist.get_rank() == 0:
         print(json.dumps(result))

@@ -143,10 +143,16 @@ class Handle(LaneHandle):
         self._codec = _C.make_codec(options.codec, str(lane.device))
         self._operations: dict[tuple[Any, ...], _C.BucketOperations] = {}
         outcome = _C.RoundOutcome()
+        pages = {}
         for module, numel in numels.items():
-            flat = torch.empty(numel, device=lane.device)
-            ledger.take(Page(flat, [(module, flat)], outcome))
-        self._memories = {page.names[0]: page.memory for page in ledger.pages}
+            if options.reduce_scatter and groups.shards is not None:
+                flat = torch.empty(numel * groups.shards.size, device=lane.device)
+                pages[module, "shards"] = Page(flat, [(module, flat)], outcome)
+            if groups.replicas is not None:
+                flat = torch.empty(numel, device=lane.device)
+                pages[module, "replicas"] = _page_of_replicas(module, flat, groups, outcome)
+        ledger.take(*pages.values())
+        self._memories = {place: page.memory for place, page in pages.items()}
         self._sums_by_torch = not options.reduce_scatter and groups.replicas is None
         self.rounds = Rounds(self._memories, outcome, options.read_scale)
 
@@ -182,7 +188,7 @@ class Handle(LaneHandle):
     ) -> None:
         """Sum ``flat``, 1-D, over all ranks; its part of this rank has the result / ``divisor``."""
         self.rounds.reduce(module, "shards")
-        memory = self._memories.get(module)
+        memory = self._memories.get((module, "shards"))
         members = self._of(module, group, self._groups.shards)
 
         def make() -> _C.BucketOp:
@@ -217,6 +223,8 @@ class Handle(LaneHandle):
         self.rounds.reduce(module, "replicas")
         weighed = self.rounds.weighed(module)
         members = self._members[self._groups.replicas]
+        shards = self._groups.shards
+        memory = self._memories.get((module, "replicas"))
         op = _C.ReduceOp.AVG if mean else _C.ReduceOp.SUM
 
         def make() -> _C.BucketOp:
@@ -226,8 +234,12 @@ class Handle(LaneHandle):
                 self._lane.scratch,
                 op,
                 checksum=env.get_checksum(),
+                memory=memory,
+                shards=self._members[shards] if memory is not None and shards else None,
             )
 
+        if memory is not None:
+            self._check_numel(module, flat, memory)
         self._run(f"{module}.replicas", flat, (mean,), make, weighed)
 
     def all_gather(self, module: str, flat: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -317,6 +329,17 @@ class Handle(LaneHandle):
         super()._restore(state)
 
 
+def _page_of_replicas(
+    module: str, flat: torch.Tensor, groups: Groups, outcome: _C.RoundOutcome
+) -> Page:
+    """Residuals of the reduction between copies of the model, of ``flat``, a rank's shard."""
+    assert groups.replicas is not None
+    shard = groups.shards.rank if groups.shards else 0
+    name = f"{module}.replicas/shard{shard}"  # other shards are other elements
+    replicas = groups.replicas
+    return Page.of_parts(flat, [(name, flat)], outcome, range(replicas.size), replicas.rank)
+
+
 class Rounds:
     """Numbers the reductions of gradients by rounds, and ends what is remembered with them.
 
@@ -328,7 +351,7 @@ class Rounds:
 
     def __init__(
         self,
-        memories: Mapping[str, _C.RoundMemory],
+        memories: Mapping[tuple[str, str], _C.RoundMemory],
         outcome: _C.RoundOutcome,
         read_scale: Callable[[], float],
     ) -> None:
@@ -376,10 +399,9 @@ class Rounds:
         """Between rounds: memories hold what they are to hold in the next one."""
         if self.number == 0:
             return
-        for module in self._memories:
-            if (module, "shards") not in self._came:
-                self._outcome.leave(self.number)
-                self._came.add((module, "shards"))
+        for place in self._memories.keys() - self._came:
+            self._outcome.leave(self.number)
+            self._came.add(place)
         for memory in self._memories.values():
             memory.value(0)
 
@@ -457,8 +479,8 @@ def compress(
             codec. Default: with a mesh of one dimension yes; with hybrid sharding no, as shards are
             near each other then.
         error_feedback: whether each rank adds to its gradients what compression has taken from
-            those of the last step. Takes 8 bytes per parameter of the whole model on every rank.
-            Not with replicas.
+            those of the last step. Takes 8 bytes per parameter of the whole model on every rank;
+            for the all-reduce over R replicas 8 + 8 / R per parameter of the rank's shard.
         grad_scaler: the scaler that the loss is multiplied with, if there is one; needed for
             ``error_feedback`` only.
 
@@ -469,8 +491,7 @@ def compress(
         TypeError: ``model`` is no module.
         ValueError: no module of it is sharded, the codec is unknown, or an argument asks for
             nothing.
-        NotImplementedError: tensor parallelism, several meshes, error feedback with replicas, or a
-            torch without the interface.
+        NotImplementedError: tensor parallelism, several meshes, or a torch without the interface.
         RuntimeError: the model is compressed already.
         BaguaMismatchError: the ranks' models or arguments differ.
         BaguaError: a rank did not come, or was lost; a parameter is trained that is not sharded,
@@ -524,10 +545,10 @@ def _check_arguments(
             "bagua.fsdp.compress: reduce_scatter=False without weights=True compresses nothing: "
             "the mesh has no replicas. Leave reduce_scatter out"
         )
-    if replicated and error_feedback:
-        raise NotImplementedError(
-            "bagua.fsdp.compress: error_feedback=True is not supported with replicas (hybrid "
-            "sharding, replicate()); use codec='block_uint8' without it"
+    if error_feedback and not (replicated or reduce_scatter):
+        raise ValueError(
+            "bagua.fsdp.compress: error_feedback=True, but reduce_scatter=False leaves gradients "
+            "exact; leave one of them out"
         )
     if replicated and not all_reduce_can_be_replaced():
         raise NotImplementedError(
@@ -563,7 +584,7 @@ def _connect(
         lane = Lane(lane_name, torch.device(device_type), groups.everyone)
         numels = {}
         if options.error_feedback:
-            numels = _reduced_numels(model, names, groups.everyone.size)
+            numels = _shard_numels(model, names, groups.shards.size if groups.shards else 1)
         handle = Handle(model_name, options, groups, lane, wrap, numels)
         # A rank must not go on while another is still connecting to it.
         connections.reduce_numbers("compressing the communication", _C.ReduceOp.SUM, 0)
@@ -604,10 +625,10 @@ def _names_of_groups(modules: dict[str, FSDPModule], model_name: str) -> dict[FS
     return names
 
 
-def _reduced_numels(
-    model: torch.nn.Module, names: dict[FSDPModule, str], ranks: int
+def _shard_numels(
+    model: torch.nn.Module, names: dict[FSDPModule, str], shards: int
 ) -> dict[str, int]:
-    """Elements that each module reduces: of its parameters' gradients, padded to equal shards."""
+    """Elements of a shard of each module's gradients, all of one size through padding."""
     numels: dict[str, int] = {}
 
     def visit(module: torch.nn.Module, owner: str | None) -> None:
@@ -617,10 +638,10 @@ def _reduced_numels(
                 continue
             seen.add(parameter)
             if isinstance(parameter, DTensor):
-                dimension: int = parameter.placements[0].dim  # type: ignore[attr-defined]
-                length = parameter.size(dimension)
+                placement: Any = parameter.placements[-1]
+                length = parameter.size(placement.dim) if placement.is_shard() else 1
                 rows = parameter.numel() // max(1, length)
-                numels[owner] = numels.get(owner, 0) + -(-length // ranks) * ranks * rows
+                numels[owner] = numels.get(owner, 0) + -(-length // shards) * rows
         for child in module.children():
             visit(child, owner)
 
