@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    from bagua._tools import mailbox, top
+    from bagua._tools import mailbox, plan, top
     from bagua._tools.doctor import examine
     from bagua._tools.report import report_text
 
@@ -35,7 +35,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     )
     commands = parser.add_subparsers(dest="command", metavar="command")
     commands.add_parser("report", help="print versions, processors, network and settings")
-    tools: dict[str, Any] = {"doctor": examine, "top": top, "mailbox": mailbox}
+    tools: dict[str, Any] = {"doctor": examine, "plan": plan, "top": top, "mailbox": mailbox}
     for name, tool in tools.items():
         command = commands.add_parser(
             name,

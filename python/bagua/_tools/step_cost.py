@@ -1,12 +1,26 @@
-"""Seconds of a training step, from compute time, bytes and a rate, as docs/scaling.md says.
+"""Seconds of a training step, from compute time, bytes and a link, as docs/scaling.md says.
 
-Numbers of messages and bytes are those of docs/algorithms.md, for one bucket.
+Numbers of messages and bytes are those of docs/algorithms.md.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
+
+_FAR = 2.5e-3  # seconds of a message from which on ranks are far from each other
+_LANES = 8  # buckets that are under way at a time between far ranks
+_BUCKET = 10 << 20  # bytes of a bucket, at least
+_BUCKET_OF_RANK = 256 << 10  # of which it has so many for each rank
+_EIGHT_BITS, _FOUR_BITS = 0.251, 0.129  # of f32
+_INTERVALS = (50, 100, 200, 500, 1000, 2000)  # of DiLoCo
+_ENOUGH = 1.1  # times the compute alone, which a step with gradients may take
+#: From the first on, each changes the training more.
+_GRADIENTS = ("gradient_allreduce", "bytegrad, 8 bits", "bytegrad, 4 bits")
+ROUNDS = "diloco, 4 bits"
+#: Of the time, which rounds may take.
+MOST_SHARE = 0.1
 
 
 class Setting(NamedTuple):
@@ -16,19 +30,21 @@ class Setting(NamedTuple):
         compute: seconds of a step without communication.
         bytes: of all gradients in f32.
         rate: bytes per second of a rank's link.
-        latency: seconds of a message, the processor's part included.
+        latency: seconds of a message, the processor's part included: half a round trip.
         hidden: the share of the compute behind which communication can hide.
         codec: bytes of gradients per second that a rank encodes, or decodes and adds.
         interval: steps of a round of local training.
+        exact: bytes of an exact gradient or weight, relative to f32.
     """
 
     compute: float
     bytes: float
     rate: float
     latency: float
-    hidden: float
-    codec: float
-    interval: int
+    hidden: float = 0.5
+    codec: float = 3e9
+    interval: int = _INTERVALS[0]
+    exact: float = 1.0
 
 
 class Traffic(NamedTuple):
@@ -36,49 +52,78 @@ class Traffic(NamedTuple):
 
     Attributes:
         bytes: that it sends.
-        messages: that wait for each other.
+        messages: of a bucket, that wait for each other; half round trips where ranks are far.
         coded: bytes of gradients that it encodes or decodes.
         hides: whether it communicates during backward.
+        rounds: in a step.
     """
 
     bytes: float
     messages: float
     coded: float = 0.0
     hides: bool = True
+    rounds: float = 1.0
 
-    def seconds(self, setting: Setting) -> float:
-        wire = self.bytes / setting.rate + self.messages * setting.latency
-        return wire + self.coded / setting.codec
+    def seconds(self, setting: Setting, ranks: int) -> float:
+        """Of the communication of a step. Between far ranks buckets wait beside each other."""
+        buckets = math.ceil(setting.bytes / max(_BUCKET, ranks * _BUCKET_OF_RANK))
+        lanes = min(_LANES, buckets) if _far(setting) else 1
+        wire, wait = self.bytes / setting.rate, self.rounds * self.messages * setting.latency
+        return max(wire + wait, (wire + buckets * wait) / lanes) + self.coded / setting.codec
 
 
-def all_reduce(s: float, p: int, ratio: float = 1.0) -> Traffic:
+def _far(setting: Setting) -> bool:
+    return setting.latency >= _FAR
+
+
+def _sum(setting: Setting, p: int, ratio: float) -> Traffic:
     """Scatter and gather of parts that are ``ratio`` times as large as in f32."""
-    coded = 0.0 if ratio == 1.0 else 3 * s
-    return Traffic(2 * ratio * s * (p - 1) / p, 2 * (p - 1), coded)
+    sent = 2 * ratio * setting.bytes * (p - 1) / p
+    return Traffic(sent, (3 if p == 2 else 4) if _far(setting) else 2 * (p - 1))
 
 
-def sparse(s: float, p: int, share: float) -> Traffic:
-    """A value and a place of so many elements to every rank; exact where that is no more."""
-    sent = 2 * share * s * (p - 1)
-    exact = all_reduce(s, p)
-    return Traffic(sent, p - 1, 2 * s) if sent < exact.bytes else exact
+def _compressed(setting: Setting, p: int, ratio: float) -> Traffic:
+    messages = 4 if _far(setting) else 2 * (p - 1)
+    return _sum(setting, p, ratio)._replace(messages=messages, coded=3 * setting.bytes)
 
 
-def per_round(traffic: Traffic, interval: int) -> Traffic:
-    shares = (traffic.bytes / interval, traffic.messages / interval, traffic.coded / interval)
-    return Traffic(*shares, hides=False)
+def _low_rank(setting: Setting, p: int) -> Traffic:
+    """Two sums of factors, in four passes over the gradients."""
+    one = _sum(setting, p, 0.01)
+    # Ranks agree, which takes half a round trip, before the first sum only.
+    messages = 2 * one.messages - 1 if _far(setting) else 2 * one.messages
+    return one._replace(messages=messages, coded=4 * setting.bytes)
 
 
-#: By name, for S bytes, P ranks and rounds of H steps.
-ALGORITHMS: dict[str, Callable[[float, int, int], Traffic]] = {
-    "gradient_allreduce": lambda s, p, h: all_reduce(s, p),
-    "bytegrad, 8 bits": lambda s, p, h: all_reduce(s, p, 1 / 4),
-    "bytegrad, 4 bits": lambda s, p, h: all_reduce(s, p, 1 / 8),
-    "sparse, 1 %": lambda s, p, h: sparse(s, p, 0.01),
-    "decentralized, shift_one": lambda s, p, h: Traffic(s, 1),
-    "low_precision_decentralized": lambda s, p, h: Traffic(2 * s / 4, 2, 3 * s),
-    "diloco": lambda s, p, h: per_round(all_reduce(s, p), h),
-    "diloco, 4 bits": lambda s, p, h: per_round(all_reduce(s, p, 1 / 8), h),
+def _sparse(setting: Setting, p: int, share: float) -> Traffic:
+    """A value and a place of so many elements to every rank; exact where that is not more."""
+    sent = 2 * share * setting.bytes * (p - 1)
+    exact = _sum(setting, p, setting.exact)
+    messages = 3 if _far(setting) else p - 1
+    return Traffic(sent, messages, 2 * setting.bytes) if sent < exact.bytes else exact
+
+
+def _gossip(setting: Setting, ratio: float, peers: int, coded: float = 0.0) -> Traffic:
+    messages = 3 if _far(setting) else peers
+    return Traffic(peers * ratio * setting.bytes, messages, coded * setting.bytes)
+
+
+def _per_round(setting: Setting, traffic: Traffic) -> Traffic:
+    h = setting.interval
+    return Traffic(traffic.bytes / h, traffic.messages, traffic.coded / h, False, 1 / h)
+
+
+#: By name, for P ranks. PowerSGD's bytes are those of matrices with some 800 rows and columns.
+ALGORITHMS: dict[str, Callable[[Setting, int], Traffic]] = {
+    "gradient_allreduce": lambda s, p: _sum(s, p, s.exact),
+    "bytegrad, 8 bits": lambda s, p: _compressed(s, p, _EIGHT_BITS),
+    "bytegrad, 4 bits": lambda s, p: _compressed(s, p, _FOUR_BITS),
+    "power_sgd, rank 4": _low_rank,
+    "sparse, 1 %": lambda s, p: _sparse(s, p, 0.01),
+    "decentralized, shift_one": lambda s, p: _gossip(s, s.exact, 1),
+    "low_precision_decentralized": lambda s, p: _gossip(s, _EIGHT_BITS, min(2, p - 1), 3),
+    "diloco": lambda s, p: _per_round(s, _sum(s, p, 1.0)),
+    ROUNDS: lambda s, p: _per_round(s, _compressed(s, p, _FOUR_BITS)),
 }
 
 
@@ -86,6 +131,27 @@ def step_seconds(name: str, setting: Setting, ranks: int) -> float:
     """Seconds of a step: what communication takes beyond its hidden part comes on top."""
     if ranks == 1:
         return setting.compute
-    traffic = ALGORITHMS[name](setting.bytes, ranks, setting.interval)
+    traffic = ALGORITHMS[name](setting, ranks)
     hidden = setting.hidden * setting.compute if traffic.hides else 0.0
-    return setting.compute + max(0.0, traffic.seconds(setting) - hidden)
+    return setting.compute + max(0.0, traffic.seconds(setting, ranks) - hidden)
+
+
+def share_of_rounds(setting: Setting, ranks: int) -> float:
+    """Of the time, by rounds of DiLoCo in 4 bits."""
+    return 1 - setting.compute / step_seconds(ROUNDS, setting, ranks)
+
+
+def fitting_interval(setting: Setting, ranks: int) -> int:
+    """The shortest interval of DiLoCo in 4 bits whose rounds take at most a tenth of the time.
+
+    The longest one where none is long enough.
+    """
+    shares = ((h, share_of_rounds(setting._replace(interval=h), ranks)) for h in _INTERVALS)
+    return next((h for h, share in shares if share <= MOST_SHARE), _INTERVALS[-1])
+
+
+def choice(setting: Setting, ranks: int) -> str:
+    """The most exact gradients whose steps hardly wait for the network, else ``ROUNDS``."""
+    enough = _ENOUGH * setting.compute
+    fast = (name for name in _GRADIENTS if step_seconds(name, setting, ranks) <= enough)
+    return next(fast, ROUNDS)

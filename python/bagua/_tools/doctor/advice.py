@@ -6,15 +6,17 @@ from collections.abc import Mapping
 
 from bagua._tools.doctor.links import Measured
 from bagua._tools.doctor.verdict import Card, Pair, slowest_direction
-from bagua._tools.step_cost import Setting, step_seconds
+from bagua._tools.plan import command
+from bagua._tools.step_cost import (
+    ROUNDS,
+    Setting,
+    choice,
+    fitting_interval,
+    share_of_rounds,
+    step_seconds,
+)
 
-_HIDDEN = 0.5  # share of the compute behind which communication hides
-_CODEC = 3e9  # bytes a second that a core encodes
-_ENOUGH = 1.1  # times the compute alone, which a step may take
-_INTERVALS = (50, 100, 200, 500, 1000, 2000)  # of DiLoCo
-_SHARE = 0.1  # of the time, which rounds may take
-# Names of the formulae, and calls. From the first on, each changes the training more.
-_GRADIENTS = {
+_CALLS = {
     "gradient_allreduce": "GradientAllReduceAlgorithm()",
     "bytegrad, 8 bits": "ByteGradAlgorithm()",
     "bytegrad, 4 bits": 'ByteGradAlgorithm(codec="int4_block", error_feedback=True)',
@@ -26,10 +28,11 @@ def advice(
     links: Mapping[Pair, Measured],
     parameters: float,
     compute: float,
-) -> str:
-    """A sentence with the slowest link and the algorithm. At least one link was measured.
+) -> tuple[str, str]:
+    """A sentence with the slowest link and the algorithm, and the command that says more of it.
 
     Args:
+        links: at least one.
         parameters: of the model, in float32.
         compute: seconds of a step of one rank alone.
     """
@@ -43,27 +46,26 @@ def advice(
     measured = f"{_number(trip * 1e3)} ms there and back, {_number(rate / 125e3)} Mbit/s" + (
         f", {again:.1%} of the segments sent again" if again >= 0.0005 else ""
     )
-    setting = Setting(compute, 4 * parameters, rate, trip / 2, _HIDDEN, _CODEC, _INTERVALS[0])
-    return (
+    setting = Setting(compute, 4 * parameters, rate, trip / 2)
+    sentence = (
         f"{measured}, the slowest of the links {'between nodes' if between else 'of one node'}. "
         f"For a model of {_number(parameters / 1e6)} million parameters, of which a rank alone "
         f"computes a step in {_number(compute)} s, take {_choice(setting, ranks)}"
     )
+    return sentence, command(setting, ranks)
 
 
 def _choice(setting: Setting, ranks: int) -> str:
-    exact = step_seconds("gradient_allreduce", setting, ranks)
-    for name, call in _GRADIENTS.items():
+    exact, four_bits = (
+        step_seconds(name, setting, ranks) for name in ("gradient_allreduce", "bytegrad, 4 bits")
+    )
+    name = choice(setting, ranks)
+    if name != ROUNDS:
         seconds = step_seconds(name, setting, ranks)
-        if seconds <= _ENOUGH * setting.compute:
-            others = "" if seconds == exact else f", {_number(exact)} s with exact gradients"
-            return f"{call}: a step takes {_number(seconds)} s{others}"
-    for interval in _INTERVALS:
-        seconds = step_seconds("diloco, 4 bits", setting._replace(interval=interval), ranks)
-        share = 1 - setting.compute / seconds
-        if share <= _SHARE:
-            break
-    four_bits = step_seconds("bytegrad, 4 bits", setting, ranks)
+        others = "" if seconds == exact else f", {_number(exact)} s with exact gradients"
+        return f"{_CALLS[name]}: a step takes {_number(seconds)} s{others}"
+    interval = fitting_interval(setting, ranks)
+    share = share_of_rounds(setting._replace(interval=interval), ranks)
     return (
         f'DiLoCoAlgorithm(interval={interval}, codec="int4_block"): a round every {interval} steps '
         f"takes {share:.0%} of the time. With gradients a step takes {_number(exact)} s, in 4 bits "

@@ -63,8 +63,8 @@ Start it as you start the training, on every machine:
   torchrun --nproc-per-node 2 -m bagua doctor
 
 Rank 0 prints the ranks, the latency and the bandwidth of every link, the check
-of an exact and of an 8-bit all-reduce, what is broken, and the algorithm that
-the slowest link asks for.
+of an exact and of an 8-bit all-reduce, what is broken, the algorithm that the
+slowest link asks for, and the command of `bagua plan` that says more of it.
 
 exit code: 0 no fault found, 1 something is broken, 2 wrong use
 """
@@ -85,8 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--start", 60.0, "S", "seconds within which all ranks must have started (60)"),
         ("--tolerance", 4.0, "T", _TOLERANCE),
         ("--at-least", 0.0, "MB/S", "a link slower than that is broken, also inside a node"),
-        ("--millions", 100.0, "N", "of parameters of your model, for the last line (100)"),
-        ("--compute", 1.0, "S", "seconds of a step of one rank alone, for the last line (1)"),
+        ("--millions", 100.0, "N", "of parameters of your model, for the advice (100)"),
+        ("--compute", 1.0, "S", "seconds of a step of one rank alone, for the advice (1)"),
     ):
         parser.add_argument(name, type=_positive, default=default, metavar=unit, help=meaning)
     parser.add_argument(
@@ -318,8 +318,9 @@ class _Examination:
         return {pair: link for pair, link in self._links.items() if isinstance(link, Measured)}
 
     def _advice(self) -> str:
-        parameters = 1e6 * self._arguments.millions
-        return advice(self._cards, self._measured(), parameters, self._arguments.compute)
+        parameters, compute = 1e6 * self._arguments.millions, self._arguments.compute
+        sentence, command = advice(self._cards, self._measured(), parameters, compute)
+        return f"{_wrapped(sentence, 'advice: ')}\nOf each algorithm:\n  {command}\n"
 
     def _reduce(self) -> None:
         if self._rank == 0:
@@ -361,7 +362,7 @@ class _Examination:
             sys.stdout.write(page(self._cards, links, self._sums, self._findings))
             code = int(any(finding.broken for finding in self._findings))
             if not code and self._size > 1:
-                sys.stdout.write(_wrapped(self._advice(), "advice: ") + "\n")
+                sys.stdout.write(self._advice())
             sys.stdout.flush()
             self._meeting.write("code", code)
             self._wait_for_readers()
