@@ -147,9 +147,10 @@ $(DOCS)/.requirements: requirements-docs.txt
 	$(DOCS)/bin/python -m pip install --progress-bar off --quiet -r requirements-docs.txt
 	touch $@
 
-soak: build horovod ## What counts on luck or time: 600 faults, 100,000 steps, 50 ends and slow starts, 20 restarts, 2000 killed writers
+soak: build horovod ## What counts on luck or time: 1100 faults, 100,000 steps, 50 ends and slow starts, 20 restarts, 2000 killed writers
 	OMP_NUM_THREADS=1 $(PY) benchmarks/soak.py
 	OMP_NUM_THREADS=1 $(PY) benchmarks/soak_weeks.py
+	OMP_NUM_THREADS=1 $(PY) tests/faults/mailbox_job.py --faults 500
 	BAGUA_TEST_EXITS=50 BAGUA_TEST_STARTS=50 OMP_NUM_THREADS=1 \
 	  $(PY) -m pytest tests/ranks/test_exit.py tests/deep/test_horovod_launchers.py \
 	  tests/deep/test_compressed_starts.py -k every $(ARGS)

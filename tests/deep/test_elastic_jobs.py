@@ -129,7 +129,7 @@ def cut_while_training(folder, cuts):
 
     with network.Network(3) as link:
         ends = run_on_network(
-            link, elastic_job.PROGRAM, [folder, rounds], timeout=6 * TIMEOUT, meanwhile=cut
+            link, Job.program, [folder, rounds], timeout=6 * TIMEOUT, meanwhile=cut
         )
     assert [end.returncode for end in ends] == [0, 0, EXIT_OF_AN_ERROR], ends
     last = [notes(rank)[-2] for rank in range(2)]

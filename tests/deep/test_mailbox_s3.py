@@ -7,10 +7,11 @@ import pytest
 from bagua._core.state.step_folder import Damaged
 from bagua._outer.mailbox.store import place_at
 from deep.test_mailbox_jobs import EXAMPLE, outputs_of_one_anchor, run
+from faults import mailbox_job
+from support.processes import s3_server
 
 pytest.importorskip("s3fs", reason="needs requirements-mailbox.txt")
-moto_server = pytest.importorskip("moto.server", reason="needs requirements-mailbox.txt")
-serving = pytest.importorskip("werkzeug.serving")
+pytest.importorskip("moto.server", reason="needs requirements-mailbox.txt")
 
 
 @pytest.fixture
@@ -18,17 +19,10 @@ def bucket(monkeypatch):
     """The URL of an empty bucket."""
     import s3fs
 
-    # moto looks for a key and writes it in two steps: requests are served one after the other.
-    app = moto_server.DomainDispatcherApplication(moto_server.create_backend_app)
-    server = serving.make_server("127.0.0.1", 0, app, threaded=False)
+    server = s3_server.made()
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    for name, value in (
-        ("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}"),
-        ("AWS_ACCESS_KEY_ID", "nobody"),
-        ("AWS_SECRET_ACCESS_KEY", "nothing"),
-        ("AWS_DEFAULT_REGION", "us-east-1"),
-    ):
+    for name, value in s3_server.variables(server.server_port).items():
         monkeypatch.setenv(name, value)
     s3fs.S3FileSystem.clear_instance_cache()
     name = f"bucket-{secrets.token_hex(4)}"  # moto keeps those of other tests
@@ -69,3 +63,8 @@ def test_islands_meet_in_a_bucket_and_end_with_one_anchor(bucket):
     islands = [run(EXAMPLE, *options, "--island", name) for name in ("oslo", "paris")]
     outputs = outputs_of_one_anchor(islands, rounds=4)
     assert "nothing" not in "".join(outputs)  # the credentials
+
+
+@pytest.mark.timeout(600)
+def test_random_faults_of_islands_and_of_the_server_leave_equal_anchors():
+    mailbox_job.check(3, seed=1, s3=True)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from faults import elastic_job, island_job, memory_cgroup
+from faults import elastic_job, island_job, mailbox_job, memory_cgroup
 from support.processes.pool import run_forked
 
 SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
@@ -41,3 +41,8 @@ def test_random_kills_and_returns_leave_equal_bits_and_the_loss_of_an_undisturbe
     loss, rounds = elastic_job.soak(2, seed=2, kind=kind)
     without = elastic_job.reference(rounds, kind)
     assert loss <= elastic_job.MOST_RATIO * without
+
+
+@pytest.mark.timeout(600)
+def test_random_faults_of_islands_of_a_mailbox_leave_equal_anchors_and_the_loss_without_them():
+    mailbox_job.check(6, seed=1)

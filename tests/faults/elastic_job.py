@@ -20,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.processes import fork_server, pool
 from support.processes.fork_server import Interpreter
 
-PROGRAM = Path(__file__).with_name("elastic_rank.py")
 RANKS = 3
 #: Seconds in which training must go on after a fault or a start.
 PATIENCE = 60.0
@@ -29,10 +28,14 @@ SECONDS_OF_A_ROUND = 0.3
 #: Final loss over that of a job without faults.
 MOST_RATIO = 1.02
 UNENDING = 10**9
+LAST_NOTES = 4096  # bytes, which have the newest round
 
 
 class Job:
     """Ranks over a store that outlives them."""
+
+    program = Path(__file__).with_name("elastic_rank.py")
+    patience = PATIENCE
 
     def __init__(self, rounds=UNENDING, size=RANKS):
         self.folder = Path(tempfile.mkdtemp(prefix="bagua-elastic-"))
@@ -60,7 +63,7 @@ class Job:
         arguments = [self.folder, self._rounds, *([death] if death else [])]
         with open(os.devnull) as nothing, open(self.output(rank), "a") as output:
             self.processes[rank] = Interpreter(
-                PROGRAM,
+                self.program,
                 arguments,
                 env=os.environ | self.environment(rank) | {"PYTHONFAULTHANDLER": "1"},
                 number=self._numbers,
@@ -79,19 +82,26 @@ class Job:
     def output(self, rank):
         return self.folder / f"{rank}.out"
 
-    def notes(self, rank):
+    def notes(self, rank, last=None):
+        """Notes of a rank's processes; `last`: only so many bytes are read, from the end."""
         path = self.folder / f"{rank}.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("}")]
+        if not path.exists():
+            return []
+        with open(path, "rb") as file:
+            file.seek(0 if last is None else max(0, path.stat().st_size - last))
+            lines = file.read().splitlines()
+        return [json.loads(line) for line in lines if line.startswith(b"{") and line.endswith(b"}")]
 
     def made(self, rank):
         """(rounds of the newest process of a rank, its members)."""
         pid = self.processes[rank].pid
-        rounds = [n for n in self.notes(rank) if "round" in n and n["pid"] == pid]
+        notes = self.notes(rank, LAST_NOTES)
+        rounds = [n for n in notes if "round" in n and n["pid"] == pid]
         return (rounds[-1]["round"], rounds[-1]["members"]) if rounds else (0, [])
 
-    def wait_until(self, what, condition, seconds=PATIENCE):
+    def wait_until(self, what, condition, seconds=None):
         """Fails, with all output, if the condition does not come true in time."""
+        seconds = self.patience if seconds is None else seconds
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
@@ -126,7 +136,7 @@ class Job:
         self.wait_until(
             "all end",
             lambda: all(self.processes[r].poll() is not None for r in living),
-            PATIENCE + SECONDS_OF_A_ROUND * rounds,
+            self.patience + SECONDS_OF_A_ROUND * rounds,
         )
         ends = {rank: self.processes[rank].returncode for rank in living}
         if any(ends.values()):

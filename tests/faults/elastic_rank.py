@@ -91,11 +91,16 @@ def train(folder, rounds, place):
     elastic = Elastic(quorum=int(os.environ.get("QUORUM", "2")), grace=grace)
     algorithm = DiLoCoAlgorithm(interval=INTERVAL, elastic=elastic)
     model.with_bagua([optimizer], algorithm, process_group=group)
-    outer = model.bagua_algorithm
     if place == "launch":
         kill_in(Fragment, "launch", model)
     if place == "mean":
         kill_in(ElasticRanks, "confirmed", model)
+    train_until_ended(folder, rounds, rank, model, optimizer, place)
+
+
+def train_until_ended(folder, rounds, rank, model, optimizer, place=""):
+    """Train a model that is wrapped, and note its rounds and its loss at the end."""
+    outer = model.bagua_algorithm
     with open(folder / f"{rank}.jsonl", "a", buffering=1) as notes:
 
         def note(**what):
@@ -115,19 +120,19 @@ def train(folder, rounds, place):
             optimizer.step()
             if outer.outer_rounds > noted:
                 noted = outer.outer_rounds
-                state = outer.state_dict()
-                shared = [
-                    local(v)
-                    for k, v in state.items()
-                    if k.startswith(("anchor/", "momentum/", "rate/"))
-                ]
-                members = model.process_group.ranks
-                bits = training.bits(shared)
-                note(round=outer.outer_rounds, bits=bits, members=members, at=time.monotonic())
+                bits, members = bits_of(outer), model.process_group.ranks
+                note(round=noted, bits=bits, members=members, at=time.monotonic())
         with outer.anchor(), torch.no_grad():
             model.eval()
             inputs, targets = data(0, 4096)
             note(loss=(model(inputs) - targets).square().mean().item())
+
+
+def bits_of(outer):
+    """A digest of anchors and momenta."""
+    state = outer.state_dict()
+    shared = [k for k in state if k.startswith(("anchor/", "momentum/", "rate/"))]
+    return training.bits([local(state[key]) for key in shared])
 
 
 def ended(folder, made, rounds):
