@@ -6,8 +6,9 @@ import sys
 import time
 
 import pytest
+from bagua.torch_api.algorithms.base import GlobalAlgorithmRegistry
 from support.processes.networks import needs_namespaces, network
-from support.processes.pool import run_on_network, torchrun
+from support.processes.pool import run_on_network, run_script, torchrun
 
 DOCTOR = """
 import os, sys, time
@@ -64,6 +65,44 @@ def test_torchrun_starts_it_and_a_good_job_has_no_fault():
     assert max(map(len, end.stdout.splitlines())) <= 80
     exact, compressed = re.findall(r"relative error (\S+),", end.stdout)
     assert float(exact) < 1e-6 < 1e-4 < float(compressed) < 0.05
+
+
+@pytest.mark.timeout(300)
+def test_a_training_with_every_algorithm_is_compared_with_ddp():
+    small = "from bagua._tools.doctor import train; train._TURNS = 1; train._HIDDEN = 256"
+    program = script(small, ["--train", "--device", "cpu"])
+    ends = run_script(2, program, timeout=3 * SECONDS)
+    end = ends[0]
+    assert [each.returncode for each in ends] == [0, 0], end.stdout + end.stderr
+    assert ends[1].stdout == ""
+    assert max(map(len, end.stdout.splitlines())) <= 80
+    rows = re.findall(r"^(\S.*\S) +[\d.]+ +[\d.]+x +([\d.]+)  (equal|own)$", end.stdout, re.M)
+    assert rows[0][::2] == ("torch DDP", "equal")
+    names = {name for name, _ in GlobalAlgorithmRegistry.items()} - {"auto"}
+    assert {name.split(",")[0] for name, *_ in rows[1:]} == names
+    free = {name.split(",")[0] for name, _, weights in rows if weights == "own"}
+    assert free <= {"decentralized", "low_precision_decentralized", "async"}
+    sent = {name: float(text) for name, text, _ in rows}
+    assert sent["gradient_allreduce, exact"] == sent["torch DDP"]
+    assert 0.25 < sent["bytegrad, 8 bits"] / sent["torch DDP"] < 0.26
+    assert "\nNo fault found.\n" in end.stdout
+
+
+LEAVES = """
+import os, sys
+from bagua.__main__ import main
+from bagua._tools.doctor import train
+if os.environ["RANK"] == "1":
+    train._Way.turn = lambda way: os._exit(3)
+sys.exit(main(["doctor", "--train", "--device", "cpu"]))
+"""
+
+
+def test_a_rank_that_leaves_a_training_is_a_fault_for_the_others():
+    first, second = run_script(2, LEAVES, timeout=3 * SECONDS)
+    assert (first.returncode, second.returncode) == (1, 3)
+    assert "BROKEN: " in first.stderr
+    assert "No fault found" not in first.stdout
 
 
 def test_without_a_launcher_it_tells_the_command():

@@ -1,6 +1,7 @@
 """Sentences of `bagua doctor` about measurements that no single machine can make."""
 
 import pytest
+from bagua._tools.doctor import train
 from bagua._tools.doctor.links import Measured, all_pairs, rounds_of_pairs
 from bagua._tools.doctor.verdict import (
     Card,
@@ -163,3 +164,20 @@ def test_cards_cannot_steer_the_terminal():
     assert isinstance(card, Card)
     assert card.host.startswith("?[2Jhost")
     assert len(card.host) == 200
+
+
+def test_weights_that_must_be_equal_or_finite_and_are_not_are_faults_of_a_training():
+    ddp = train.Row("torch DDP", [0.2, 0.4], 1e6, equal=True, must=True, finite=True)
+    own = ddp._replace(name="async", seconds=[0.1, 0.2], equal=False, must=False)
+    text, code = train.page([ddp, own], 2, "cpu")
+    assert code == 0
+    assert "No fault found." in text
+    assert "0.1500   2.00x     1.000  own" in text
+    for row, fault in (
+        (own._replace(must=True), "async: ranks hold different weights after equal steps"),
+        (own._replace(finite=False), "async: weights are not finite on some rank"),
+    ):
+        text, code = train.page([ddp, row], 2, "cpu")
+        assert code == 1
+        assert f"BROKEN: {fault}\n" in text
+        assert "No fault found" not in text

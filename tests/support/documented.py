@@ -38,7 +38,7 @@ COMMANDS = [
      "tests/deep/integrations/test_integration_examples.py"),
     (r"sbatch docs/examples/job\.sbatch", "tests/ranks/test_documented_code.py"),
     (r"export MASTER_ADDR=.*|(srun|mpirun) .* python train\.py", "tests/deep/test_launchers.py"),
-    (r"torchrun --nproc-per-node 2 -m bagua doctor", "tests/deep/test_doctor.py"),
+    (r"torchrun --nproc-per-node 2 -m bagua doctor( --train)?", "tests/deep/test_doctor.py"),
     (r"python -m bagua plan .*", "tests/single/test_step_plan.py"),
     (r"bagua top( 10\.0\.0\.1:29500)?", "tests/deep/test_top.py"),
     (r"python -m bagua", "tests/deep/test_report.py"),
