@@ -3,7 +3,8 @@
 Accelerate constructs torch's ``DistributedDataParallel`` in ``prepare``, and asks its handler of
 ``DistributedDataParallelKwargs`` to register a communication hook. :func:`use` replaces that
 handler by one that registers a hook of :mod:`bagua.comm_hooks`. For algorithms that do more than
-reduce gradients, ``prepare`` calls ``bagua.wrap`` in place of ``DistributedDataParallel``.
+reduce gradients, ``prepare`` calls ``bagua.wrap`` in place of ``DistributedDataParallel``. Where
+Accelerate shards by FSDP2, ``prepare`` is followed by ``bagua.fsdp.compress``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any, SupportsFloat, TypeAlias
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypeAlias
 
 import accelerate
 import torch
@@ -24,11 +25,15 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from bagua import comm_hooks
 from bagua._core.group.warn import warn
 from bagua._core.state.saved_values import copied
+from bagua._sync.handle import LaneHandle
 from bagua.torch_api import wrap
 from bagua.torch_api._rank_state import rank_state, restore, shared_weights
 from bagua.torch_api._session import Session, is_owned
-from bagua.torch_api.algorithms import Algorithm
+from bagua.torch_api.algorithms import Algorithm, ByteGradAlgorithm
 from bagua.torch_api.distributed import BaguaModule
+
+if TYPE_CHECKING:
+    from bagua import fsdp
 
 __all__ = ["TESTED", "Hooks", "install", "use"]
 
@@ -67,7 +72,7 @@ class Wrapped:
         restore(self.session, state or None, "give use() that algorithm")
 
 
-Handle: TypeAlias = comm_hooks.Handle | Wrapped
+Handle: TypeAlias = "comm_hooks.Handle | fsdp.Handle | Wrapped"
 
 
 class Hooks:
@@ -117,7 +122,7 @@ class Hooks:
 
     def read(self, models: list[torch.nn.Module], folder: str) -> None:
         """Read this rank's state, as a hook of ``Accelerator.load_state``."""
-        handles = self.of(models)
+        handles = self.of(models) if models else self.handles  # it names no models of FSDP
         self._loading = handles, read_hooks(handles, folder)
 
     def restore(self) -> None:
@@ -148,9 +153,11 @@ def use(accelerator: accelerate.Accelerator, algorithm: str | Algorithm) -> Hook
     It comes before ``prepare``, once. Models that are prepared afterwards get a communication hook
     where the algorithm reduces gradients only. With any other there is no
     ``DistributedDataParallel``: ``prepare`` gives the model and its optimizers, in one call, to
-    ``bagua.wrap``. ``accelerator.save_state`` and ``load_state`` include what the algorithm
-    remembers; weights that differ between ranks are saved by each rank, and of ``diloco`` the
-    anchor is what ``save_state``, ``save_model`` and ``get_state_dict`` show.
+    ``bagua.wrap``. Of a model that Accelerate shards by FSDP2 (``fsdp_version=2``), ``bytegrad``
+    compresses the gradients between shards, or between the copies of HSDP, as
+    ``bagua.fsdp.compress`` does. ``accelerator.save_state`` and ``load_state`` include what the
+    algorithm remembers; weights that differ between ranks are saved by each rank, and of ``diloco``
+    the anchor is what ``save_state``, ``save_model`` and ``get_state_dict`` show.
 
     Args:
         algorithm: a registered name, or an object of ``bagua.torch_api.algorithms``.
@@ -163,8 +170,8 @@ def use(accelerator: accelerate.Accelerator, algorithm: str | Algorithm) -> Hook
         RuntimeError: a model has been prepared before, or ``use`` was called before; this release
             of Accelerate has no handler of ``DistributedDataParallel``. From ``prepare``: a model
             without the optimizer that the algorithm needs.
-        NotImplementedError: the accelerator shards models (FSDP, DeepSpeed, ...) or compiles with
-            XLA.
+        NotImplementedError: the accelerator shards models by FSDP1, DeepSpeed or another engine,
+            or compiles with XLA; FSDP2 with another algorithm than ``bytegrad``.
         ValueError: the accelerator's handler has a communication hook of its own.
     """
     # Checks
@@ -187,6 +194,10 @@ def use(accelerator: accelerate.Accelerator, algorithm: str | Algorithm) -> Hook
 def install(accelerator: accelerate.Accelerator, algorithm: str | Algorithm, hooks: Hooks) -> None:
     """Have ``accelerator`` add a hook of ``algorithm`` to ``hooks`` for each model it prepares."""
     # Checks
+    if getattr(accelerator, "is_fsdp2", False):
+        algorithm = _of_shards(algorithm)
+    else:
+        _check_parallelism(accelerator)
     _check_accelerator(accelerator)
     before = accelerator.ddp_handler or DistributedDataParallelKwargs()
     _check_handler(before)
@@ -195,16 +206,37 @@ def install(accelerator: accelerate.Accelerator, algorithm: str | Algorithm, hoo
     accelerator.__class__ = _checking(type(accelerator))
 
 
-def _check_accelerator(accelerator: accelerate.Accelerator) -> None:
+def _of_shards(algorithm: str | Algorithm) -> ByteGradAlgorithm:
+    """``algorithm``, where it is one that ``bagua.fsdp.compress`` can work by."""
+    if isinstance(algorithm, str):
+        algorithm = Algorithm.init(algorithm)
+    if not isinstance(algorithm, ByteGradAlgorithm):
+        raise NotImplementedError(
+            f"use: this Accelerator trains by FSDP2, where {type(algorithm).__name__} cannot: take "
+            "ByteGradAlgorithm(codec=..., error_feedback=...), or leave use() out for exact "
+            "gradients. Rounds between sharded models need a loop: docs/islands.md"
+        )
+    if algorithm.hierarchical or not algorithm.average:
+        raise NotImplementedError(
+            "use: this Accelerator trains by FSDP2, whose mesh says where gradients are exact, and "
+            "which averages: leave hierarchical= and average= of ByteGradAlgorithm out"
+        )
+    return algorithm
+
+
+def _check_parallelism(accelerator: accelerate.Accelerator) -> None:
     kind = accelerator.distributed_type
     parallelism = getattr(accelerator, "parallelism_config", None)
     sharded = parallelism is not None and parallelism.total_size > parallelism.dp_replicate_size
     if kind.name not in _BY_TORCH or sharded:
         raise NotImplementedError(
             f"use: this Accelerator trains by {'a parallelism_config' if sharded else kind.name}, "
-            "not by torch's DistributedDataParallel; communication hooks are for MULTI_CPU and "
-            "MULTI_GPU. With fsdp_version=2 call bagua.fsdp.compress(model) after prepare()"
+            "not by torch's DistributedDataParallel or FSDP2; use takes MULTI_CPU, MULTI_GPU and "
+            "FSDP with FullyShardedDataParallelPlugin(fsdp_version=2)"
         )
+
+
+def _check_accelerator(accelerator: accelerate.Accelerator) -> None:
     if not hasattr(accelerator, "ddp_handler") or not hasattr(accelerator, "_models"):
         raise RuntimeError(
             f"use: accelerate {accelerate.__version__} has no Accelerator.ddp_handler; accelerate "
@@ -299,6 +331,20 @@ class _Handler(DistributedDataParallelKwargs):  # type: ignore[misc]
         wrapped = wrap(model, own, algorithm, do_flatten=None, grad_scaler=scaler)
         hooks.add(model, Wrapped(wrapped))
 
+    def compress(self, parts: Sequence[Any]) -> None:
+        """Compress the communication of the modules that FSDP2 has sharded. Every rank calls it."""
+        from bagua import fsdp
+
+        _, scaler, algorithm, hooks = self._bagua
+        assert isinstance(algorithm, ByteGradAlgorithm)
+        for part in parts:
+            if isinstance(part, torch.nn.Module) and not hooks.of([part]):
+                residuals = algorithm.error_feedback
+                handle = fsdp.compress(
+                    part, algorithm.codec, error_feedback=residuals, grad_scaler=scaler
+                )
+                hooks.add(part, handle)
+
     def refuse_unhooked(self, model: torch.nn.Module, ranks: int) -> None:
         """Raise RuntimeError for a result of ``prepare`` that the ranks would train apart."""
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -317,14 +363,18 @@ class _Checking:
     """Methods of an ``Accelerator`` that differ with an algorithm."""
 
     num_processes: int
+    is_fsdp2: bool
     ddp_handler: _Handler
 
     def prepare(self, *args: Any, **options: Any) -> Any:
         """As Accelerate's; RuntimeError where the ranks would train a module apart."""
         prepared = super().prepare(*args, **options)  # type: ignore[misc]
         if self.num_processes > 1:
-            parts = prepared if isinstance(prepared, tuple) else (prepared,)
-            self.ddp_handler.finish(parts, self.num_processes)
+            parts = prepared if isinstance(prepared, (list, tuple)) else (prepared,)
+            if self.is_fsdp2:
+                self.ddp_handler.compress(parts)
+            else:
+                self.ddp_handler.finish(parts, self.num_processes)
         return prepared
 
     def prepare_model(
@@ -394,7 +444,7 @@ def read_hooks(handles: Sequence[Handle], folder: str | PathLike[str]) -> list[d
     present = sorted(Path(folder).glob("bagua_*.pt"))
     if present:
         return _states(folder, present, len(handles))
-    if any(isinstance(handle, comm_hooks.Handle) and handle.state_dict() for handle in handles):
+    if any(isinstance(handle, LaneHandle) and handle.state_dict() for handle in handles):
         warn(
             f"{folder} has no state of bagua's hooks: residuals begin at zero, with the weights of "
             "the checkpoint"

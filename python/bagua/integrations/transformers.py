@@ -65,8 +65,8 @@ def use(
         TypeError: ``trainer`` or ``algorithm`` is something else.
         RuntimeError: training has begun, or ``use`` was called before; this release of transformers
             or Accelerate lacks a method that is needed.
-        NotImplementedError: the trainer shards the model (FSDP, DeepSpeed, ...), or trains on
-            several GPUs in one process.
+        NotImplementedError: the trainer shards the model (FSDP1, DeepSpeed, ...; FSDP2 takes
+            ``bytegrad``), or trains on several GPUs in one process.
         ValueError: the accelerator's handler has a communication hook of its own.
     """
     # Checks
