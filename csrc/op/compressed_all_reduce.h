@@ -54,10 +54,10 @@ struct TwoResiduals {
 // more ranks are added to the bucket and become zero.
 //
 // Bytes sent per rank: 2 r S (P - 1) / P for S bytes, P ranks and payload ratio r, plus 32 bytes of
-// frame per message; with residuals of other shards and an all_reduce of 4 bytes. With one rank
-// nothing else is done. Buckets of f64 are cast to f32 for the wire. The codec is of the bucket's
-// device, where everything is ordered on the current stream; see Note [Frames on a device] for when
-// a peer's mismatch is found there.
+// frame per message. Where `shards` is given they make an all_reduce of 4 bytes beside it. With one
+// rank nothing else is done. Buckets of f64 are cast to f32 for the wire. The codec is of the
+// bucket's device, where everything is ordered on the current stream; see Note [Frames on a device]
+// for when a peer's mismatch is found there.
 class CompressedAllReduce final : public BucketOp {
  public:
   CompressedAllReduce(std::shared_ptr<Communicator> communicator,
