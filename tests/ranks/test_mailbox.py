@@ -795,7 +795,11 @@ def shown(folder):
     own = Contribution(late.box.run, "paris", 1, 0, "0" * 16, 1.0)
     late.box.contribute(own, late.box.new_contribution(own))
     killed(paris[0])
-    return [run_command(["mailbox", folder, "--once"])]
+    told = run_command(["mailbox", folder, "--once"])
+    renews = oslo[0].bagua_algorithm._ranks._post.claim._thread
+    oslo[0].bagua_algorithm.close()
+    renews.join()  # nothing is written any more
+    return [told]
 
 
 def run_command(arguments):
