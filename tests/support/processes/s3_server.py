@@ -6,6 +6,7 @@ whose number is a multiple of MISHAPS in the environment has a mishap: it is ref
 """
 
 import contextlib
+import io
 import logging
 import os
 import subprocess
@@ -27,8 +28,7 @@ def made():
     from werkzeug import serving
 
     app = server.DomainDispatcherApplication(server.create_backend_app)
-    # moto looks for a key and writes it in two steps: requests are served one after the other.
-    return serving.make_server("127.0.0.1", 0, Mishaps(app), threaded=False)
+    return serving.make_server("127.0.0.1", 0, Mishaps(app), threaded=True)
 
 
 def variables(port):
@@ -55,21 +55,28 @@ def bucket(mishaps):
 
 
 class Mishaps:
-    """Has some requests fail, before or after they are done."""
+    """Has some requests fail, before or after they are done.
+
+    moto looks for a key and writes it in two steps, so requests are done one after the other, but
+    only when they are there: a client that is stopped as it sends does not stop the server.
+    """
 
     def __init__(self, app):
-        self._app, self._requests = app, 0
+        self._app, self._requests, self._one = app, 0, threading.Lock()
         self._every = int(os.environ.get("MISHAPS", "0"))
 
     def __call__(self, environ, start_response):
-        self._requests += 1
-        number, rest = divmod(self._requests, self._every) if self._every else (0, 1)
-        if rest:
-            return self._app(environ, start_response)
-        if number % 2:
-            return _failed(start_response, "503 Slow Down", "SlowDown")
-        b"".join(self._app(environ, lambda *_: None))
-        return _failed(start_response, "500 Internal Server Error", "InternalError")
+        body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        environ["wsgi.input"] = io.BytesIO(body)
+        with self._one:
+            self._requests += 1
+            number, rest = divmod(self._requests, self._every) if self._every else (0, 1)
+            if rest:
+                return list(self._app(environ, start_response))
+            if number % 2:
+                return _failed(start_response, "503 Slow Down", "SlowDown")
+            b"".join(self._app(environ, lambda *_: None))
+            return _failed(start_response, "500 Internal Server Error", "InternalError")
 
 
 def _failed(start_response, status, code):
