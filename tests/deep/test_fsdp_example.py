@@ -12,7 +12,7 @@ EPOCHS = 8
 
 def run_example(run_script, *arguments, ranks=2):
     """The figures that rank 0 prints."""
-    ends = run_script(ranks, EXAMPLE, arguments, timeout=100.0)
+    ends = run_script(ranks, EXAMPLE, arguments, timeout=200.0)
     for end in ends:
         assert end.returncode == 0, end.stderr
     return json.loads(ends[0].stdout)
@@ -56,6 +56,7 @@ def test_replicas_on_three_nodes_reach_the_accuracy_of_exact_ones(run_script):
     assert compressed["weights"] != exact["weights"]
 
 
+@pytest.mark.timeout(820)  # four runs, each of which may take 200 s
 def test_4_bits_with_residuals_between_copies_reach_the_loss_and_resume(run_script, tmp_path):
     arguments = ("--replicas", 2, "--epochs")
     four = ("--codec", "int4_block", "--residuals")
