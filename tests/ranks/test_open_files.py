@@ -1,13 +1,11 @@
 """Open files of a rank: the connections that its messages need."""
 
-import contextlib
 import functools
 import gc
 import os
 import re
 import resource
 import signal
-import socket
 from datetime import timedelta
 
 import bagua.torch_api as bagua
@@ -17,6 +15,7 @@ from ranks.test_shared_memory import script
 from support import faults, training
 from support.cases import over
 from support.every_algorithm import ALGORITHMS, wrapped
+from support.processes.sockets import connected
 
 GLOO = {"BAGUA_COMM": "gloo"}
 #: Of a transport of gloo's own device without connections: it listens, and polls.
@@ -33,19 +32,9 @@ def connections():
     """Inodes of this process's TCP connections, but for those to the store.
 
     Threads open one of these again where the store is late, and other sockets to look up names.
-    The kernel's table of connections would miss some while others end.
     """
-    found, of_store = set(), int(os.environ["MASTER_PORT"])
-    for file in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # not connected, or closed meanwhile
-            if not os.readlink(f"/proc/self/fd/{file}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(file))) as end:
-                if end.family not in (socket.AF_INET, socket.AF_INET6):
-                    continue
-                if of_store not in (end.getsockname()[1], end.getpeername()[1]):
-                    found.add(os.fstat(end.fileno()).st_ino)
-    return found
+    of_store = int(os.environ["MASTER_PORT"])
+    return {inode for inode, ports in connected().items() if of_store not in ports}
 
 
 @functools.partial(faults.with_bagua_group, timeout=60.0)

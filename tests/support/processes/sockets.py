@@ -1,35 +1,39 @@
-"""The TCP sockets on which a process listens, as Linux's /proc has them."""
+"""The TCP sockets of this process, by their inodes.
 
-import ipaddress
+Asked of the sockets themselves: the kernel's table of connections is not read at one moment.
+"""
+
+import contextlib
 import os
-from pathlib import Path
+import socket
 
-__all__ = ["listening"]
+__all__ = ["connected", "listening"]
 
-LISTEN = "0A"
+
+def _opened():
+    """(inode, socket) of each TCP socket of IPv4 and IPv6, open until the next one."""
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile, as that of the listing itself
+            if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(descriptor))) as one:
+                if one.type == socket.SOCK_STREAM and one.family != socket.AF_UNIX:
+                    yield os.fstat(one.fileno()).st_ino, one
 
 
 def listening():
-    """{inode: (address, port)} of this process's listening TCP sockets, of IPv4 and IPv6."""
-    mine = set()
-    for descriptor in Path("/proc/self/fd").iterdir():
-        try:
-            target = os.readlink(descriptor)
-        except OSError:  # that of the listing itself
-            continue
-        if target.startswith("socket:["):
-            mine.add(target[len("socket:[") : -1])
+    """{inode: (address, port)} of those on which this process listens."""
+    return {
+        inode: one.getsockname()[:2]
+        for inode, one in _opened()
+        if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    }
+
+
+def connected():
+    """{inode: (port here, port there)} of those that are connected."""
     found = {}
-    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:] if Path(table).exists() else []:
-            _, local, _, state, *rest = line.split()
-            if state == LISTEN and rest[5] in mine:
-                address, port = local.split(":")
-                found[rest[5]] = (_address(address), int(port, 16))
+    for inode, one in _opened():
+        with contextlib.suppress(OSError):  # it listens, or has lost its peer
+            found[inode] = one.getsockname()[1], one.getpeername()[1]
     return found
-
-
-def _address(text):
-    """Words of four bytes, each in the machine's (little-endian) order."""
-    words = [bytes.fromhex(text[i : i + 8])[::-1] for i in range(0, len(text), 8)]
-    return str(ipaddress.ip_address(b"".join(words)))
