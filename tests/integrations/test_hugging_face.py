@@ -57,14 +57,11 @@ def fixed_buckets():
     return [DistributedDataParallelKwargs(find_unused_parameters=True)]
 
 
-def accelerated(algorithm, epochs=2, load=None, save=None, **options):
-    """(digest, bytes sent) after training by Accelerate; algorithm None: without bagua."""
+def train_by(own, algorithm, net, optimizer, epochs, load=None, save=None):
+    """(prepared model, bytes sent) after training by the accelerator `own`."""
     from bagua.integrations.accelerate import use
 
-    own = accelerator(**options)
     hooks = None if algorithm is None else use(own, algorithm)
-    net = network()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     dataset = torch.utils.data.TensorDataset(*data())
     loader = torch.utils.data.DataLoader(dataset, batch_size=16)
     model, optimizer, loader = own.prepare(net, optimizer, loader)
@@ -80,7 +77,15 @@ def accelerated(algorithm, epochs=2, load=None, save=None, **options):
                 optimizer.zero_grad()
     if save is not None:
         own.save_state(save)
-    return digest(net), None if hooks is None else hooks.stats()["total"]["bytes_sent"]
+    return model, None if hooks is None else hooks.stats()["total"]["bytes_sent"]
+
+
+def accelerated(algorithm, epochs=2, load=None, save=None, **options):
+    """(digest, bytes sent) after training by Accelerate; algorithm None: without bagua."""
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    _, sent = train_by(accelerator(**options), algorithm, net, optimizer, epochs, load, save)
+    return digest(net), sent
 
 
 def accelerated_both_ways(options):

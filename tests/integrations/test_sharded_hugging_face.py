@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua.torch_api.algorithms import ByteGradAlgorithm
-from integrations.test_hugging_face import Classifier, accelerator, data, network
+from integrations.test_hugging_face import Classifier, accelerator, data, network, train_by
 from support import sharded, training
 from torch.nn.functional import cross_entropy
 
@@ -33,7 +33,7 @@ def shard(own, copies):
 
 
 def loss_of(model):
-    """Of the whole data, equal on all ranks that hold equal weights."""
+    """The loss over the whole data, equal on all ranks that hold equal weights."""
     inputs, labels = data()
     with torch.no_grad():
         return cross_entropy(model(inputs), labels).item()
@@ -41,28 +41,9 @@ def loss_of(model):
 
 def accelerated(algorithm, copies, epochs=4, load=None, save=None, **options):
     """(weights, loss, bytes sent) after training; algorithm None: without bagua."""
-    from bagua.integrations.accelerate import use
-
-    own = shard(accelerator(**options), copies)
-    hooks = None if algorithm is None else use(own, algorithm)
-    net = network()
+    own, net = shard(accelerator(**options), copies), network()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    dataset = torch.utils.data.TensorDataset(*data())
-    loader = torch.utils.data.DataLoader(dataset, batch_size=16)
-    model, optimizer, loader = own.prepare(net, optimizer, loader)
-    if load is not None:
-        own.load_state(load)
-    for _ in range(epochs):
-        for inputs, labels in loader:
-            with own.accumulate(model):
-                own.backward(cross_entropy(model(inputs), labels))
-                if own.sync_gradients:
-                    own.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-    if save is not None:
-        own.save_state(save)
-    sent = None if hooks is None else hooks.stats()["total"]["bytes_sent"]
+    model, sent = train_by(own, algorithm, net, optimizer, epochs, load, save)
     return sharded.full_weights(model), loss_of(model), sent
 
 
