@@ -9,10 +9,10 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from bagua._core.group.environment import bucket_size_among
+
 _FAR = 2.5e-3  # seconds of a message from which on ranks are far from each other
 _LANES = 8  # buckets that are under way at a time between far ranks
-_BUCKET = 10 << 20  # bytes of a bucket, at least
-_BUCKET_OF_RANK = 256 << 10  # of which it has so many for each rank
 _EIGHT_BITS, _FOUR_BITS = 0.251, 0.129  # of f32
 _INTERVALS = (50, 100, 200, 500, 1000, 2000)  # of DiLoCo
 _ENOUGH = 1.1  # times the compute alone, which a step with gradients may take
@@ -65,8 +65,8 @@ class Traffic(NamedTuple):
     rounds: float = 1.0
 
     def seconds(self, setting: Setting, ranks: int) -> float:
-        """Of the communication of a step. Between far ranks buckets wait beside each other."""
-        buckets = math.ceil(setting.bytes / max(_BUCKET, ranks * _BUCKET_OF_RANK))
+        """Seconds of communication in a step. Between far ranks buckets wait beside each other."""
+        buckets = math.ceil(setting.bytes / bucket_size_among(ranks))
         lanes = min(_LANES, buckets) if _far(setting) else 1
         wire, wait = self.bytes / setting.rate, self.rounds * self.messages * setting.latency
         return max(wire + wait, (wire + buckets * wait) / lanes) + self.coded / setting.codec
@@ -137,7 +137,7 @@ def step_seconds(name: str, setting: Setting, ranks: int) -> float:
 
 
 def share_of_rounds(setting: Setting, ranks: int) -> float:
-    """Of the time, by rounds of DiLoCo in 4 bits."""
+    """The share of the time that rounds of DiLoCo in 4 bits take."""
     return 1 - setting.compute / step_seconds(ROUNDS, setting, ranks)
 
 

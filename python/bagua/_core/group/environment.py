@@ -187,14 +187,21 @@ def get_congestion_control() -> str:
         return ""
 
 
+def bucket_size_among(ranks: int) -> int:
+    """Bytes of a bucket by default: 10 MiB, and among more than 40 ranks 256 KiB for each of them.
+
+    A part that a rank sends to another has 64 KiB then with 8 bits for 32.
+    """
+    return max(10 * 1024**2, ranks * 256 * 1024)
+
+
 def get_default_bucket_size() -> int:
     """Bytes after which a bucket is closed: ``BAGUA_DEFAULT_BUCKET_SIZE``.
 
-    Default: 10 MiB, and in a world of more than 40 ranks 256 KiB for each of them: a part that a
-    rank sends to another has 64 KiB with 8 bits for 32. Equal on all ranks, in elastic jobs too.
+    Default: :func:`bucket_size_among` the ranks of the world. Equal on all ranks, in elastic jobs
+    too.
     """
-    default = max(10 * 1024**2, get_world_size() * 256 * 1024)
-    size = integer("BAGUA_DEFAULT_BUCKET_SIZE", default)
+    size = integer("BAGUA_DEFAULT_BUCKET_SIZE", bucket_size_among(get_world_size()))
     if size <= 0:
         raise ValueError(f"BAGUA_DEFAULT_BUCKET_SIZE={size} must be a positive number of bytes")
     return size
