@@ -23,8 +23,9 @@ struct TwoResiduals {
   // number of communications.
   std::shared_ptr<RoundMemory> memory;
   int64_t padding = 0;  // elements at the end of the bucket without meaning
-  // Of the ranks whose buckets are other shards of the same gradients. They tell each other whether
-  // their results are finite, so that residuals change for all shards or for none; null: none.
+  // Connects the ranks whose buckets are other shards of the same gradients. They tell each other
+  // whether their results are finite, so that residuals change for all shards or for none; null:
+  // none.
   std::shared_ptr<Communicator> shards = nullptr;
 };
 

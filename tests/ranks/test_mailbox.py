@@ -436,7 +436,7 @@ def test_an_island_that_was_cut_off_while_it_decides_a_round_takes_that_of_the_o
 
 @training.with_group
 def out_of_reach_for_a_while(folder):
-    """Who lives after minutes in which no claim could be renewed, and when some was renewed."""
+    """The islands that live after minutes in which no claim could be renewed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(claims, "_BEAT", 10_000.0)
         made = [island(folder, name)[0] for name in NAMES[:2]]

@@ -142,9 +142,8 @@ def lines(setting: Setting, ranks: int) -> list[Line]:
     given = 'codec="int4_block"'
     if interval != _DEFAULT_INTERVAL:
         given = f"interval={interval}, {given}"
-    found = []
+    found, own = [], setting._replace(interval=interval)
     for name, (what, algorithm) in _LINES.items():
-        own = setting._replace(interval=interval)
         sent = ALGORITHMS[name](own, ranks).bytes
         code = f"bagua.wrap(model, [optimizer], {algorithm.format(given)})"
         seconds = step_seconds(name, own, ranks)
@@ -154,7 +153,7 @@ def lines(setting: Setting, ranks: int) -> list[Line]:
 
 
 def page(setting: Setting, ranks: int, dtype: str) -> str:
-    """What ``bagua plan`` prints; only lines of code have more than 80 columns."""
+    """The text that ``bagua plan`` prints; only lines of code have more than 80 columns."""
     found = lines(setting, ranks)
     given = (
         f"{setting.bytes / 4e6:,.4g} million parameters in {dtype}, of which a rank alone computes "

@@ -102,8 +102,10 @@ def beyond_archives(value: Any, trusted: Mapping[str, Any], depth: int = 0) -> b
 
     ``trusted``: classes of :func:`allowed_by_user`, of which torch writes the values.
     """
-    if isinstance(value, torch.Tensor) or depth > _MOST_DEPTH:
+    if isinstance(value, torch.Tensor):
         return _holds_tensors(value)
+    if depth > _MOST_DEPTH:
+        return False
     if _is_own(value) or _is_named(value):
         return _name_of(value if _is_named(value) else type(value)) not in trusted
     if isinstance(value, (frozenset, torch.memory_format)) or _of_numpy(value):

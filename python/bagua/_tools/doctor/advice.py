@@ -56,9 +56,7 @@ def advice(
 
 
 def _choice(setting: Setting, ranks: int) -> str:
-    exact, four_bits = (
-        step_seconds(name, setting, ranks) for name in ("gradient_allreduce", "bytegrad, 4 bits")
-    )
+    exact = step_seconds("gradient_allreduce", setting, ranks)
     name = choice(setting, ranks)
     if name != ROUNDS:
         seconds = step_seconds(name, setting, ranks)
@@ -66,6 +64,7 @@ def _choice(setting: Setting, ranks: int) -> str:
         return f"{_CALLS[name]}: a step takes {_number(seconds)} s{others}"
     interval = fitting_interval(setting, ranks)
     share = share_of_rounds(setting._replace(interval=interval), ranks)
+    four_bits = step_seconds("bytegrad, 4 bits", setting, ranks)
     return (
         f'DiLoCoAlgorithm(interval={interval}, codec="int4_block"): a round every {interval} steps '
         f"takes {share:.0%} of the time. With gradients a step takes {_number(exact)} s, in 4 bits "

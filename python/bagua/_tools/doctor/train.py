@@ -45,7 +45,7 @@ _WAYS: tuple[tuple[str, str, dict[str, Any], bool], ...] = (
 
 
 class Row(NamedTuple):
-    """What was measured of one way to train.
+    """Measurements of one way to train.
 
     Attributes:
         seconds: of a step, by turn, of rank 0.
@@ -117,14 +117,13 @@ class _Way:
         resume = getattr(self._algorithm, "resume", None)
         if resume is not None:
             resume(self._wrapped)
-        begun = _together(self._inputs.device)
+        dist.barrier()
+        begun = _now(self._inputs.device)
         for _ in range(_STEPS):
             self._optimizer.zero_grad()
             self._wrapped(self._inputs).square().mean().backward()
             self._optimizer.step()
-        if self._inputs.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.seconds.append((time.perf_counter() - begun) / _STEPS)
+        self.seconds.append((_now(self._inputs.device) - begun) / _STEPS)
         abort = getattr(self._algorithm, "abort", None)
         if abort is not None:
             abort(self._wrapped)
@@ -148,9 +147,8 @@ class _Way:
         return len(found) == 1, all(int(one[1]) for one in all_of)
 
 
-def _together(device: torch.device) -> float:
-    """Now, on all ranks."""
-    dist.barrier()
+def _now(device: torch.device) -> float:
+    """Seconds, when the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
