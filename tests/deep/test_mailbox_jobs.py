@@ -82,3 +82,57 @@ def goes_and_comes_back(tmp_path, by, status):
     finally:
         for each in (*islands, killed):
             each.kill()
+
+
+#: An island whose storage answers until the first round is launched, and then no more.
+HANGS = """
+import itertools, sys, threading
+import bagua.torch_api as bagua
+import torch
+from bagua._outer.mailbox.store import Folder
+from bagua.torch_api.algorithms import DiLoCoAlgorithm, Mailbox
+
+hung = threading.Event()
+
+def hangs(name):
+    original = getattr(Folder, name)
+    def call(self, *args):
+        if hung.is_set():
+            threading.Event().wait()
+        return original(self, *args)
+    setattr(Folder, name, call)
+
+for name in ("create", "replace", "read", "names", "remove"):
+    hangs(name)
+bagua.init_process_group()
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+mailbox = Mailbox(sys.argv[1], island="oslo", quorum=2, leave_within=10.0)
+algorithm = DiLoCoAlgorithm(interval=4, overlap_steps=2, elastic=mailbox)
+bagua.wrap(model, [optimizer], algorithm)
+try:
+    for step in itertools.count(1):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        if step == 4:
+            hung.set()
+            print("hangs", flush=True)
+finally:
+    bagua.destroy_process_group()
+    print("has left", flush=True)
+"""
+
+
+def test_an_island_leaves_within_a_short_notice_while_its_storage_hangs(tmp_path):
+    script = tmp_path / "hangs.py"
+    script.write_text(HANGS)
+    island = run(script, tmp_path / "mailbox")
+    try:
+        assert island.stdout.readline() == b"hangs\n"
+        island.terminate()  # after the notice it is killed by SIGTERM, with another status
+        text = island.communicate(timeout=60)[0].decode()
+    finally:
+        island.kill()
+    assert island.returncode == 0, text
+    assert "has left" in text

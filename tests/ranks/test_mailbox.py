@@ -18,9 +18,10 @@ import torch.distributed as dist
 from bagua import BaguaError, BaguaMismatchError, BaguaTimeoutError
 from bagua.__main__ import main
 from bagua._outer import leaving
-from bagua._outer.mailbox import bodies, box, claims, patience
+from bagua._outer.mailbox import bodies, box, claims, patience, rounds as mailbox_rounds
 from bagua._outer.mailbox.letters import Contribution
 from bagua.torch_api.algorithms import DiLoCoAlgorithm, Mailbox, OuterSGD
+from fsspec.implementations.memory import MemoryFileSystem
 from oracle.mailbox import Islands
 from ranks.test_diloco import own_step
 from support import sharded, training
@@ -252,7 +253,7 @@ def killed(model):
     members = model.bagua_algorithm._ranks
     place, left = members._post.box.place, members._post.claim._name
     remove, place.remove = place.remove, lambda *_: None
-    members._post.claim.release()
+    members._post.claim.release(60.0)
     members._post.claim._thread.join()
     place.remove = remove
     assert left in os.listdir(os.path.join(place.url, "islands"))
@@ -594,6 +595,40 @@ def test_puts_that_fail_for_a_while_are_tried_again(ranks, tmp_path):
 
 
 @training.with_group
+def where_nothing_answers(folder):
+    """Errors and warnings of islands that begin in a folder, and in a bucket, that hang."""
+    briefly()
+    answers = threading.Event()
+
+    def hangs(*_, **__):
+        answers.wait(60)
+        raise ConnectionError("this storage was away")
+
+    def begun(url):
+        return training.error_of(lambda: island(url, "oslo"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patience, "_FIRST_WORD", 0.1)
+        patch.setattr(patience, "_OF_A_CALL", 0.1)
+        patch.setattr(os, "mkdir", hangs)
+        patch.setattr(MemoryFileSystem, "pipe_file", hangs)
+        with pytest.warns(RuntimeWarning) as warned:
+            texts = [begun(f"{folder}/new"), begun("memory://hangs")]
+    answers.set()
+    return texts, [str(each.message) for each in warned]
+
+
+def test_a_storage_that_hangs_at_the_start_is_told_and_given_up(ranks, tmp_path):
+    ((texts, warned),) = ranks(1, where_nothing_answers, str(tmp_path))
+    for url, text in zip((f"{tmp_path}/new", "memory://hangs"), texts, strict=True):
+        assert text.startswith("BaguaTimeoutError: module '"), text
+        assert "': island 'oslo', entering, has waited for " in text, text
+        assert f" s, and mailbox {url} does not answer (reaching it)" in text, text
+        assert "See that this machine reaches it, then start this island again" in text, text
+        assert any(each.endswith(f" s: mailbox {url}: no answer yet") for each in warned), warned
+
+
+@training.with_group
 def in_a_read_only_folder(folder):
     """Errors of an island that begins in such a folder, and of one whose folder becomes one."""
     briefly()
@@ -702,6 +737,15 @@ def test_what_a_mailbox_cannot_do_is_refused(ranks, tmp_path):
 # Notices.
 
 
+@contextlib.contextmanager
+def patient_end():
+    """Have islands that leave wait until their claims are gone, on a busy machine as well."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mailbox_rounds, "_OF_A_NOTICE", 60.0)
+        patch.setattr(mailbox_rounds, "_SECONDS_TO_END", (30.0, 30.0))
+        yield
+
+
 @training.with_group
 def told_before_a_round(folder):
     """Statuses, claims that are left, and who counts in the round after the notice."""
@@ -711,7 +755,7 @@ def told_before_a_round(folder):
     other = island(folder, "paris")
     nothing = leaving.noticed()
     bagua.leave()
-    with pytest.raises(SystemExit) as left:
+    with patient_end(), pytest.raises(SystemExit) as left:
         train(model, optimizer, range(1))
     claims_left = os.listdir(os.path.join(folder, "islands"))
     noticed = leaving.noticed()
@@ -740,11 +784,8 @@ def told_while_it_waits(folder, hangs):
     own = island(folder, "oslo", mailbox=mailbox)
     there = own[0].bagua_algorithm._ranks._post.box
     look, there.contributions = there.contributions, told
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(patience, "_OF_A_CALL", 0.1)
-        patch.setattr(claims, "_BEAT", 30.0)  # for which the end waits until the claim is gone
-        with pytest.raises(SystemExit) as left:
-            train(*own, range(2))
+    with patient_end(), pytest.raises(SystemExit) as left:
+        train(*own, range(2))
     waits.set()
     claims_left = os.listdir(os.path.join(folder, "islands"))
     train(*others, range(2))
@@ -756,6 +797,32 @@ def test_an_island_that_waits_for_others_or_for_the_storage_leaves_when_it_is_to
     for hangs in (False, True):
         (found,) = ranks(1, told_while_it_waits, str(tmp_path / f"{hangs}"), hangs)
         assert found == (0, ["paris-1"], ["oslo", "paris"])
+
+
+@training.with_group
+def told_while_nothing_answers(folder):
+    """Seconds that an island with a round under way waits, when the storage does not answer."""
+    seconds, answers = [], threading.Event()
+    own = {"quorum": 2, "leave_within": 0.5}
+    model, optimizer = island(folder, "oslo", mailbox=own, overlap_steps=1)
+    post = model.bagua_algorithm._ranks._post
+    post.box.contributions = lambda number: answers.wait(60) and {}
+    train(model, optimizer, range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patience.Job, "end", lambda self, most: seconds.append(most))
+        patch.setattr(post.claim, "release", seconds.append)
+        bagua.leave()
+        with pytest.raises(SystemExit) as left:
+            train(model, optimizer, range(2, 3))
+        model.bagua_algorithm.close()
+    answers.set()
+    return left.value.code, seconds
+
+
+def test_an_island_leaves_in_time_while_the_storage_does_not_answer(ranks, tmp_path):
+    ((code, seconds),) = ranks(1, told_while_nothing_answers, str(tmp_path))
+    assert (code, len(seconds)) == (0, 1)
+    assert seconds[0] <= 0.25 * 0.5  # of the notice
 
 
 @training.with_group

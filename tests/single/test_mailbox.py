@@ -226,7 +226,7 @@ def test_a_lost_answer_of_a_put_is_not_another_islands_file(monkeypatch):
     for other in (b"theirs", b"their", b"a longer one"):
         assert not place.create("run", bytearray(other))
     claims.Claim(place, "0" * 16, SECRET, "oslo").take(
-        Patience(place, 60.0, 60.0, threading.Event())
+        Patience("memory://lost-answers", 60.0, 60.0, threading.Event())
     )
 
 
@@ -305,9 +305,7 @@ def test_credentials_are_in_no_text_of_a_mailbox(monkeypatch, tmp_path, capsys):
         place_at(url, "oslo")
     assert main(["mailbox", url, "--secret-file", str(file)]) == 1
     error = OSError("PUT https://user:pass-word@host/run?sig=token: 403")
-    remote = Remote("memory://a-place")
-    remote._given = url
-    texts += [str(refused.value), capsys.readouterr().err, remote.told(error)]
+    texts += [str(refused.value), capsys.readouterr().err, store.told(error, url)]
     for text in texts:
         for part in ("pass-word", "token", "of the environment", "of a file"):
             assert part not in text

@@ -193,8 +193,8 @@ class Claim:
         """Have the thread give the name back. Does not wait."""
         self._end.set()
 
-    def release(self) -> None:
-        """Give the name back."""
+    def release(self, seconds: float) -> None:
+        """Give the name back, and wait for that so many seconds at most."""
         self.end()
         if self._thread is not None:
-            self._thread.join(_BEAT)
+            self._thread.join(seconds)

@@ -12,14 +12,17 @@ from bagua import _C
 from bagua._core.group.warn import warn_here
 from bagua._core.state.step_folder import Damaged
 from bagua._outer import leaving
-from bagua._outer.mailbox.store import Place
+from bagua._outer.mailbox.store import pause_at, shown, told
 
 Value = TypeVar("Value")
 
 _FIRST_WORD = 10.0  # seconds after which a wait is told, and again when it has lasted twice as long
 _OF_A_DAMAGED_FILE = 5.0  # seconds in which it may become whole
-_SLICE = 0.5  # in which the main thread waits: an interrupt ends it
+_SLICE = 0.1  # in which the main thread waits: an interrupt ends it
 _OF_A_CALL = 5.0  # seconds in which a call of the storage may end when the time is over
+# Parts of the seconds to leave in: for waits, and with a call that hangs. ``rounds.py`` has that of
+# the end; the rest is the script's.
+_OF_A_NOTICE, _WITH_A_CALL = 0.6, 0.7
 
 
 class Noticed(_C.BaguaTimeoutError):
@@ -33,33 +36,35 @@ class Closed(Exception):
 class Patience:
     """Pauses between looks at a place, until ``seconds`` are over or ``stop`` is set.
 
-    After a notice (``leaving.py``) waits have ``of_a_notice`` seconds from it.
+    After a notice (``leaving.py``) waits have a part of ``leave_within`` seconds from it.
 
     Attributes:
+        who: the mailbox, for messages.
         doing: words for what is waited for.
+        calling: words for the last call of the storage.
     """
 
     def __init__(
-        self, place: Place, seconds: float, of_a_notice: float, stop: threading.Event
+        self, url: str, seconds: float, leave_within: float, stop: threading.Event
     ) -> None:
-        self.doing = f"mailbox {place.url}"
-        self._place, self._stop, self._of_a_notice = place, stop, of_a_notice
+        self.who, self.doing, self.calling = f"mailbox {shown(url)}", "no answer yet", "reaching it"
+        self._url, self._stop, self._leave_within = url, stop, leave_within
         self._began, self._seconds = time.monotonic(), seconds
-        self._pause, self._jitter = place.pause[0], random.Random()
+        self._pause, self._most = pause_at(url)
+        self._jitter = random.Random()
 
-    @property
-    def over(self) -> bool:
-        return self.exceeded(0.0) is not None
-
-    def exceeded(self, by: float) -> type[_C.BaguaError] | None:
-        """The class of the error where the time is over by so many seconds."""
-        now, notice = time.monotonic() - by, leaving.noticed()
-        if notice is not None and now > notice + self._of_a_notice:
+    def over(self, *, calls: bool = False) -> type[_C.BaguaError] | None:
+        """The class of the error where the time is over. ``calls``: also that of a call."""
+        now, notice = time.monotonic(), leaving.noticed()
+        part = _WITH_A_CALL if calls else _OF_A_NOTICE
+        if notice is not None and now > notice + part * self._leave_within:
             return Noticed
-        return _C.BaguaTimeoutError if now - self._began > self._seconds else None
+        seconds = self._seconds + (_OF_A_CALL if calls else 0.0)
+        return _C.BaguaTimeoutError if now > self._began + seconds else None
 
     def _span(self, kind: type[_C.BaguaError]) -> str:
-        return f"{self._of_a_notice:g} s of a notice" if kind is Noticed else f"{self._seconds:g} s"
+        of_a_notice = f"{_OF_A_NOTICE * self._leave_within:g} s of a notice"
+        return of_a_notice if kind is Noticed else f"{self._seconds:g} s"
 
     def give_up(self) -> None:
         """End the work at its next call of the storage."""
@@ -70,14 +75,13 @@ class Patience:
         """Twice as long each time, to a bound; islands do not look at the same instants."""
         if self._stop.wait(self._pause * self._jitter.uniform(0.5, 1.0)):
             raise Closed
-        self._pause = min(2 * self._pause, self._place.pause[1])
+        self._pause = min(2 * self._pause, self._most)
 
     def wait_for(self, what: str, remedy: str) -> None:
         """Pause before another look. BaguaTimeoutError, with ``remedy``: the time is over."""
         self.doing = what
-        if kind := self.exceeded(0.0):
-            span = self._span(kind)
-            raise kind(f"mailbox {self._place.url}: {what}, and {span} are over. {remedy}")
+        if kind := self.over():
+            raise kind(f"{self.who}: {what}, and {self._span(kind)} are over. {remedy}")
         self.pause()
 
     def repeat(self, what: str, function: Callable[[], Value]) -> Value:
@@ -86,24 +90,25 @@ class Patience:
         while True:
             if self._stop.is_set():
                 raise Closed
+            self.calling = what
             try:
                 return function()
             except Damaged as error:
                 damaged = damaged or time.monotonic()
-                if self.over or time.monotonic() - damaged > _OF_A_DAMAGED_FILE:
+                if self.over() or time.monotonic() - damaged > _OF_A_DAMAGED_FILE:
                     raise _C.BaguaError(
-                        f"mailbox {self._place.url}: {what}: {error}. Give the secret that it was "
+                        f"{self.who}: {what}: {error}. Give the secret that it was "
                         "begun with, or remove that file; or begin anew, with another URL."
                     ) from error
                 self.doing = f"{what} ({error})"
             except OSError as error:
-                if kind := self.exceeded(0.0):
+                if kind := self.over():
                     raise kind(
-                        f"mailbox {self._place.url}: {what} failed for {self._span(kind)} "
-                        f"({self._place.told(error)}). See that it exists, has room and may "
+                        f"{self.who}: {what} failed for {self._span(kind)} "
+                        f"({told(error, self._url)}). See that it exists, has room and may "
                         "be written, then start this island again: it goes on from there."
                     ) from None  # a client's error may quote credentials
-                self.doing = f"{what} ({self._place.told(error)})"
+                self.doing = f"{what} ({told(error, self._url)})"
             self.pause()
 
 
@@ -133,14 +138,16 @@ class Job(Generic[Value]):
         began, word = time.monotonic(), _FIRST_WORD
         while not self._ended.wait(_SLICE):
             waited = time.monotonic() - began
-            if kind := self._patience.exceeded(_OF_A_CALL):
-                self._patience.give_up()
+            patience = self._patience
+            if kind := patience.over(calls=True):
+                patience.give_up()
                 raise kind(
-                    f"{who} has waited for {waited:.0f} s, and the storage does not answer "
-                    f"({self._patience.doing}). Start this island again: it goes on from there."
+                    f"{who} has waited for {waited:.0f} s, and {patience.who} does not answer "
+                    f"({patience.calling}). See that this machine reaches it, then start this "
+                    "island again: it goes on from there."
                 )
             if waited > word:
-                warn_here(f"{who} has waited for {waited:.0f} s: {self._patience.doing}")
+                warn_here(f"{who} has waited for {waited:.0f} s: {patience.who}: {patience.doing}")
                 word *= 2
         if (error := self._error) is not None:
             self._error = None  # or its traceback would keep frames alive that hold this job

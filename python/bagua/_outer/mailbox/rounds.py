@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -43,7 +44,7 @@ from bagua._outer.mailbox.island import Inside
 from bagua._outer.mailbox.letters import Contribution
 from bagua._outer.mailbox.patience import Job, Noticed, Patience
 from bagua._outer.mailbox.post import Anchor, Overtaken, PostOffice, Result, digest_before
-from bagua._outer.mailbox.store import place_at, public, without_credentials
+from bagua._outer.mailbox.store import Place, place_at, shown, told
 from bagua._outer.strategies import FixedRanks, RankWeights
 from bagua._sync.engine import describe
 
@@ -55,9 +56,10 @@ Value = TypeVar("Value")
 
 _log = logging.getLogger("bagua")
 
-_OF_A_NOTICE = 0.6  # for the last round; the rest is the script's, to save
 _MOST_TRIES = 4  # of a fragment's round in sync()
-_SECONDS_TO_END = 5.0  # of what the thread is at when the module is closed
+# Of what threads are at when the module is closed: the one with a round, and that with the claim.
+_SECONDS_TO_END = 5.0, 3.0
+_OF_A_NOTICE = 0.85  # of the seconds to leave in, in which an island that leaves has ended both
 
 
 class MailboxRanks(FixedRanks):
@@ -129,40 +131,41 @@ class MailboxRanks(FixedRanks):
     def _enter(self, loop: OuterLoop) -> PostOffice:
         """Begin or join the run, under this island's name."""
         own = self._mailbox
-        try:
-            place = place_at(own.url, own.island)
-        except OSError as error:
-            why = without_credentials(f"{type(error).__name__}: {error}", own.url)
-            raise _C.BaguaError(
-                f"mailbox {public(own.url)}: it cannot be reached or written ({why}). Give this "
-                "island the right to write there, or another URL to all."
-            ) from None
         bodies = [0] * len(loop.state.fragments)
         for bucket in loop.buckets:
             bodies[bucket.part] += body_bytes(bucket)
-        box = Box(place, own.secret, bodies)
         plan = [self._plan, *describe(loop.buckets)]
         plan += [f"bucket {bucket.name}: fragment {bucket.part}" for bucket in loop.buckets]
 
-        def enter(patience: Patience) -> Claim:
+        def enter(patience: Patience) -> tuple[Box, Claim]:
+            box = Box(self._place(), own.secret, bodies)
             patience.repeat("opening the run", lambda: box.open_run(plan))
-            claim = Claim(place, box.run, own.secret, own.island)
+            claim = Claim(box.place, box.run, own.secret, own.island)
             claim.take(patience)
-            return claim
+            return box, claim
 
-        claim = self._run(loop, box, "entering", enter)
+        box, claim = self._run(loop, "entering", enter)
         weakref.finalize(self, claim.end)
-        return PostOffice(own, box, claim, Lives(place, box.run, own.secret, claim.clock))
+        return PostOffice(own, box, claim, Lives(box.place, box.run, own.secret, claim.clock))
 
-    def _run(
-        self, loop: OuterLoop, box: Box, what: str, function: Callable[[Patience], Value]
-    ) -> Value:
+    def _place(self) -> Place:
+        own = self._mailbox
+        try:
+            return place_at(own.url, own.island)
+        except OSError as error:
+            raise _C.BaguaError(
+                f"mailbox {shown(own.url)}: it cannot be reached or written "
+                f"({told(error, own.url)}). Give this island the right to write there, or another "
+                "URL to all."
+            ) from None
+
+    def _run(self, loop: OuterLoop, what: str, function: Callable[[Patience], Value]) -> Value:
         """Have a thread do it, and wait for that."""
-        return Job(function, self._patience(box)).result(f"{self._who(loop)}, {what},")
+        return Job(function, self._patience()).result(f"{self._who(loop)}, {what},")
 
-    def _patience(self, box: Box) -> Patience:
-        of_a_notice = _OF_A_NOTICE * self._mailbox.leave_within
-        return Patience(box.place, self._timeout, of_a_notice, self._stop)
+    def _patience(self) -> Patience:
+        own = self._mailbox
+        return Patience(own.url, self._timeout, own.leave_within, self._stop)
 
     def _who(self, loop: OuterLoop) -> str:
         return f"module '{loop.name}': island '{self._mailbox.island}'"
@@ -278,7 +281,7 @@ class MailboxRanks(FixedRanks):
         self._launches += 1
         if post is not None and own is not None:
             exchange = partial(post.exchange, loop, own, letter)
-            self._job = Job(exchange, self._patience(post.box))
+            self._job = Job(exchange, self._patience())
 
     def _weight(self, loop: OuterLoop, part: int, what: str) -> float:
         """The weight of this island in a round."""
@@ -328,7 +331,7 @@ class MailboxRanks(FixedRanks):
     def _look(self, loop: OuterLoop, knows: bool) -> Result | Anchor | None:
         post = self._known_post()
         search = partial(post.missed, loop, knows)
-        return self._run(loop, post.box, "looking for rounds", search)
+        return self._run(loop, "looking for rounds", search)
 
     def _adopt(self, loop: OuterLoop, found: Anchor | None, what: str) -> None:
         """Go on with anchors of the mailbox; the weights move with them."""
@@ -372,13 +375,26 @@ class MailboxRanks(FixedRanks):
         }
 
     def close(self) -> None:
+        if self._stop.is_set():
+            return
         self._stop.set()
-        self._sigterm.end()
+        if not self._last:  # else the process is to end in time while this waits for a storage
+            self._sigterm.end()
+        of_a_round, of_a_claim = _SECONDS_TO_END
         if self._job is not None:
-            self._job.end(_SECONDS_TO_END)
+            self._job.end(self._to_end(of_a_round))
             self._job = None
         if self._post is not None:
-            self._post.claim.release()
+            self._post.claim.release(self._to_end(of_a_claim))
+        self._sigterm.end()
+
+    def _to_end(self, most: float) -> float:
+        """Seconds that the end of a thread is waited for."""
+        noticed = leaving.noticed() if self._last else None
+        if noticed is None:
+            return most
+        end = noticed + _OF_A_NOTICE * self._mailbox.leave_within
+        return min(most, max(0.0, end - time.monotonic()))
 
     def _known_loop(self) -> OuterLoop:
         loop = self._loop()

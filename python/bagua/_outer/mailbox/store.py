@@ -45,10 +45,6 @@ class Folder:
         if writes:
             (self._path / _TEMPORARY).mkdir(parents=True, exist_ok=True)
 
-    def told(self, error: OSError) -> str:
-        """An error in words, without credentials."""
-        return f"{type(error).__name__}: {error}"
-
     def clear(self) -> None:
         """Remove what killed processes of this owner have left."""
         for left in (self._path / _TEMPORARY).glob(f"{self._owner}.*"):
@@ -174,13 +170,9 @@ class Remote:
             raise ImportError(
                 f"Mailbox('{public(url)}'): fsspec does not reach it ({why}). {_INSTALL}"
             ) from error
-        self._given = url
         self.url, self.sent, self.received = public(url), 0, 0
         if writes:
             self._probe()
-
-    def told(self, error: OSError) -> str:
-        return without_credentials(f"{type(error).__name__}: {error}", self._given)
 
     def clear(self) -> None:
         """Nothing is left: a file is there as a whole or not at all."""
@@ -283,10 +275,25 @@ def place_at(url: str, owner: str, *, writes: bool = True) -> Place:
     ValueError: it cannot create a file exclusively. ImportError: fsspec, or its implementation for
     this protocol, is not installed. OSError: it cannot be reached or written.
     """
+    folder = _folder_at(url)
+    return Remote(url, writes) if folder is None else Folder(folder, owner, writes)
+
+
+def pause_at(url: str) -> tuple[float, float]:
+    """The pauses of the place at a URL, which need not be reached for that."""
+    return Remote.pause if _folder_at(url) is None else Folder.pause
+
+
+def shown(url: str) -> str:
+    """A URL for messages: that of its place."""
+    return str(_folder_at(url) or public(url))
+
+
+def _folder_at(url: str) -> Path | None:
     protocol, separator, path = url.partition("://")
-    if not separator:
-        return Folder(Path(url), owner, writes)
-    return Folder(Path(path), owner, writes) if protocol == "file" else Remote(url, writes)
+    if separator and protocol != "file":
+        return None
+    return Path(path if separator else url).absolute()
 
 
 _INSTALL = "pip install '.[mailbox]' in bagua's folder, and the storage's package, such as s3fs"
@@ -295,6 +302,11 @@ _INSTALL = "pip install '.[mailbox]' in bagua's folder, and the storage's packag
 def public(url: str) -> str:
     """A URL without users, passwords and tokens."""
     return re.sub(r"(?<=://)[^/]*@", "", url).partition("?")[0] if "://" in url else url
+
+
+def told(error: OSError, url: str) -> str:
+    """An error in words, without the credentials of a URL."""
+    return without_credentials(f"{type(error).__name__}: {error}", url)
 
 
 def without_credentials(text: str, url: str) -> str:
