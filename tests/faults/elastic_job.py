@@ -112,7 +112,10 @@ class Job:
         for process in self.processes.values():
             process.send_signal(signal.SIGABRT)
         time.sleep(1.0)
-        outputs = [f"--- rank {r}\n{self.output(r).read_text()[-3000:]}" for r in self.processes]
+        outputs = [  # with the stacks of all threads
+            f"--- rank {rank} made {self.made(rank)}\n{self.output(rank).read_text()[-12_000:]}"
+            for rank in self.processes
+        ]
         raise AssertionError("\n".join([why, *outputs]))
 
     def wait_for_members(self, ranks):

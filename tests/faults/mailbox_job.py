@@ -207,7 +207,7 @@ class MailboxJob(elastic_job.Job):
     def judge(self):
         """As of every job. Also: an island goes on after the last round, and has refused no file.
 
-        A folder has few old rounds at the end: an author that is lost or late mails no anchor.
+        A folder has few old rounds at the end, whoever was killed before it could remove them.
         """
         for island in self.processes:
             text = self.output(island).read_text()

@@ -292,6 +292,79 @@ def test_islands_that_were_all_killed_go_on_after_the_last_round(ranks, tmp_path
     assert list(tmp_path.glob("islands/*")) == []  # given back at the end
 
 
+def files_of(folder):
+    """Numbers of the rounds and of the anchors that lie in a mailbox."""
+    names = sorted(os.listdir(folder))
+    return [
+        [int(name.split("-")[1]) for name in names if name.startswith(kind)]
+        for kind in ("round-", "anchor-")
+    ]
+
+
+@training.with_group
+def killed_in_each_round(folder):
+    """Files after each round of an island that is killed as soon as it has decided one."""
+    hasty(silence=0.2)
+    found = []
+    for _ in range(9):
+        model, optimizer = island(folder, "oslo", mailbox={"keep": 2})
+        train(model, optimizer, range(2))
+        found.append(files_of(folder))
+        killed(model)
+        del model, optimizer
+        begin_again()
+    return found
+
+
+@training.with_group
+def whose_authors_do_nothing_more(folder):
+    """Files after each round of islands that do not know who has decided one; bits of anchors."""
+    own = {"quorum": 3, "keep": 2}
+    made = [island(folder, name, mailbox=own, overlap_steps=1) for name in NAMES]
+    for model, _ in made:
+        box = model.bagua_algorithm._ranks._post.box
+        box.decide = lambda *manifest, decide=box.decide: decide(*manifest) and False
+    found = []
+    for step in range(41):
+        for name, each in zip(NAMES, made, strict=True):
+            train(*each, range(step, step + 1), len(name))
+        found.append(files_of(folder))
+    return found, len({anchor_bits(model) for model, _ in made})
+
+
+@training.with_group
+def killed_before_it_removes(folder):
+    """Files when an island is killed between an anchor and what is old, and two rounds later."""
+    hasty(silence=0.2)
+    own = {"keep": 4}
+    model, optimizer = island(folder, "oslo", mailbox=own)
+    other = island(folder, "paris", mailbox=own)
+    train(model, optimizer, range(16))
+    model.bagua_algorithm._ranks._post.box.forget = None  # fails the thread that would call it
+    with pytest.raises(TypeError):
+        train(model, optimizer, range(16, 18))
+    killed(model)
+    before = files_of(folder)
+    train(*other, range(4))
+    return before, files_of(folder)
+
+
+def test_a_mailbox_keeps_its_bound_while_those_are_killed_who_should_keep_it(ranks, tmp_path):
+    (lives,) = ranks(1, killed_in_each_round, str(tmp_path / "lives"))
+    assert lives[-1][0][-1] == 8
+    for numbers, anchors in lives:
+        assert len(numbers) <= 2 * 2 + 1, lives
+        assert len(anchors) <= 3, lives
+    ((steps, bits),) = ranks(1, whose_authors_do_nothing_more, str(tmp_path / "authors"))
+    assert (steps[-1][0][-1], bits) == (19, 1)
+    for numbers, anchors in steps:
+        assert len(numbers) <= 2 * (2 + 3) + 1, steps
+        assert len(anchors) <= 3, steps
+    ((before, after),) = ranks(1, killed_before_it_removes, str(tmp_path / "removes"))
+    assert before == [[*range(9)], [0, 4, 8]]
+    assert after == [[*range(4, 10)], [4, 8]]
+
+
 @training.with_group
 def two_of_one_name(folder):
     hasty(silence=30.0)

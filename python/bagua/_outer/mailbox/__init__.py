@@ -44,7 +44,8 @@ class Mailbox(Elastic):
         secret: of all islands, 16 bytes or more: files without it are refused. None: that of the
             environment, ``BAGUA_MAILBOX_SECRET``; without one files are checked for damage only.
         keep: rounds between two anchors that are mailed. At most 2 ``keep`` + 1 rounds and three
-            anchors lie in the mailbox.
+            anchors lie in the mailbox; 2 (``keep`` + islands) + 1 rounds where islands are killed
+            before they could remove old ones.
         leave_within: seconds in which a process that gets SIGTERM leaves, see ``bagua.leave``.
 
     Raises:

@@ -9,7 +9,8 @@ Note [Files of a mailbox]
   where one was damaged.
 - ``tmp/``: files that are being written to a folder.
 
-Two anchors stay, and the rounds from the older one on: at most 2 keep + 1.
+Two anchors stay, and the rounds from the older one on: at most 2 keep + 1 where islands live, and
+for each time that those whose turn it is are killed, a round more: 2 (keep + islands) + 1.
 """
 
 from __future__ import annotations

@@ -66,6 +66,7 @@ class PostOffice:
         self.ending, self.late_rounds = False, 0
         self._mailbox, self._lives = mailbox, lives
         self._decided = -1  # the last round whose manifest this island wrote
+        self._mailed, self._tidied = -1, -1  # the newest anchor, and that with nothing old before
         self._told_late: set[str] = set()
 
     # A round.
@@ -77,12 +78,14 @@ class PostOffice:
         self.claim.check()
         mine = patience.repeat("mailing a contribution", lambda: self.box.contribute(own, letter))
         if self._decided == own.round - 1 >= 0:
-            self._mail_anchor(loop, patience)
+            self._tidy(loop, patience)
         arrived = {own.island: mine}
         manifest = self._agreed(own, arrived, patience)
         if manifest.anchor != own.anchor:
             raise self._differs(own.round, [each.island for each in manifest.counted])
         counted = mine.counted in manifest.counted
+        if counted:
+            self._stand_in(loop, manifest, patience)
         self._note(loop, manifest, counted)
         return self._means(loop, manifest, arrived, patience)._replace(counted=counted)
 
@@ -247,12 +250,21 @@ class PostOffice:
 
     # Anchors.
 
-    def _mail_anchor(self, loop: OuterLoop, patience: Patience) -> None:
-        """Mail the anchors where it is time, and remove what is old."""
-        if self._newest(patience) > loop.state.communications - self._mailbox.keep:
-            return
-        self._put_anchor(loop, patience)
-        patience.repeat("removing old rounds", self.box.forget)
+    def _tidy(self, loop: OuterLoop, patience: Patience) -> None:
+        """Mail the anchors where it is time; once for each anchor, remove what is old."""
+        if self._newest(patience) <= loop.state.communications - self._mailbox.keep:
+            self._put_anchor(loop, patience)
+        if self._tidied != self._mailed:
+            patience.repeat("removing old rounds", self.box.forget)
+            self._tidied = self._mailed
+
+    def _stand_in(self, loop: OuterLoop, manifest: Manifest, patience: Patience) -> None:
+        """Do that for islands that were killed before they could: Note [Rounds of a mailbox]."""
+        islands = [each.island for each in manifest.counted]
+        turn = (islands.index(self._mailbox.island) - manifest.round) % len(islands)
+        due = self._mailed + (self._mailbox.keep if self._tidied == self._mailed else 0)
+        if turn < manifest.round - due:
+            self._tidy(loop, patience)
 
     def _put_anchor(self, loop: OuterLoop, patience: Patience) -> bool:
         """Whether this is the anchor after so many rounds; False: there is another one."""
@@ -260,11 +272,14 @@ class PostOffice:
         counters = {"rounds": state.communications, "outer_rounds": state.outer_rounds}
         tensors = {key: tensor.cpu() for key, tensor in state.named().items()}
         put = partial(self.box.put_anchor, counters, tensors)
-        return patience.repeat("mailing an anchor", put)
+        first = patience.repeat("mailing an anchor", put)
+        self._mailed = max(self._mailed, state.communications)
+        return first
 
     def _newest(self, patience: Patience) -> int:
         """Rounds behind the newest anchor; -1: there is none."""
-        return max(patience.repeat("looking for anchors", self.box.anchors), default=-1)
+        self._mailed = max(patience.repeat("looking for anchors", self.box.anchors), default=-1)
+        return self._mailed
 
     def missed(self, loop: OuterLoop, knows: bool, patience: Patience) -> Result | Anchor | None:
         """The next step that others have made, or newer anchors; None: there is neither.
@@ -286,6 +301,8 @@ class PostOffice:
                 except Overtaken:
                     knows = False  # there is a newer anchor
             elif knows or self._continues(number, patience) or self._put_anchor(loop, patience):
+                if self._tidied < 0:  # it has just begun
+                    self._tidy(loop, patience)
                 return None
             patience.wait_for(
                 f"anchor-{max(newest, number):09d}, which others have mailed, is not there or not "

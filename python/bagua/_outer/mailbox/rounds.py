@@ -10,6 +10,8 @@ Round N is the one after N rounds; its fragment is N modulo the number of fragme
 3. All islands add the contributions of the manifest in its order, each times its share of the
    weights, and step: equal bits. The residual of the codec counts where the contribution does.
 4. Every ``keep`` rounds the author of the last manifest mails the anchors, and removes old rounds.
+   So does an island that begins and finds that it is time. If neither has, as they were killed, an
+   island of the next round stands in, two in the round after it, and so on.
 
 An island that is not in the manifest makes the step too, and its weights move with the anchors:
 what it has trained is in its next pseudo-gradient. Before a launch, and when it begins, an island
