@@ -160,7 +160,7 @@ class Job:
                     part = (note["round"], self.part_of(rank))
                     rounds.setdefault(part, set()).add(note["bits"])
         different = {number: bits for number, bits in rounds.items() if len(bits) > 1}
-        assert not different, f"ranks differ after rounds {sorted(different)}"
+        assert not different, f"ranks differ after rounds {different}"
         return max(rounds)[0]
 
     def part_of(self, rank):

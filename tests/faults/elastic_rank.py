@@ -119,8 +119,8 @@ def train_until_ended(folder, rounds, rank, model, optimizer, place=""):
                 die()
             optimizer.step()
             if outer.outer_rounds > noted:
-                noted = outer.outer_rounds
-                bits, members = bits_of(outer), model.process_group.ranks
+                noted, bits = rounds_and_bits(outer)
+                members = model.process_group.ranks
                 note(round=noted, bits=bits, members=members, at=time.monotonic())
         with outer.anchor(), torch.no_grad():
             model.eval()
@@ -128,11 +128,11 @@ def train_until_ended(folder, rounds, rank, model, optimizer, place=""):
             note(loss=(model(inputs) - targets).square().mean().item())
 
 
-def bits_of(outer):
-    """A digest of anchors and momenta."""
+def rounds_and_bits(outer):
+    """Rounds, and a digest of anchors and momenta after them: a newer anchor may be found here."""
     state = outer.state_dict()
     shared = [k for k in state if k.startswith(("anchor/", "momentum/", "rate/"))]
-    return training.bits([local(state[key]) for key in shared])
+    return state["outer_rounds"], training.bits([local(state[key]) for key in shared])
 
 
 def ended(folder, made, rounds):

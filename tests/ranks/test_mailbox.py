@@ -471,6 +471,28 @@ def test_an_island_that_is_overtaken_while_it_saves_goes_on_with_an_anchor(ranks
 
 
 @training.with_group
+def overtaken_as_it_saves(folder):
+    """Counters in a state whose saving finds that the others are further, and its anchor's bits."""
+    shared = {"overlap_steps": 1, "mailbox": {"keep": 1}}
+    model, optimizer = island(folder, "oslo", **shared)
+    other = island(folder, "paris", **shared)
+    overtaken = threading.Event()
+    box = model.bagua_algorithm._ranks._post.box
+    contribute = box.contribute
+    box.contribute = lambda *letter: overtaken.wait(60) and contribute(*letter)
+    train(model, optimizer, range(2))
+    train(*other, range(9))
+    overtaken.set()
+    state, theirs = (each.bagua_algorithm.state_dict() for each in (model, other[0]))
+    same = all(torch.equal(state[key], theirs[key]) for key in state if key.startswith("anchor/"))
+    return [state[key] for key in ("outer_rounds", "communications", "in_flight")], same
+
+
+def test_a_state_has_the_counters_of_the_anchor_that_is_found_as_it_is_saved(ranks, tmp_path):
+    assert ranks(1, overtaken_as_it_saves, str(tmp_path)) == [([4, 4, 0], True)]
+
+
+@training.with_group
 def cut_off_while_it_decides(folder):
     """The others make the round that this island decides, and remove it, before its file comes."""
     shared = {"mailbox": {"keep": 1}}
