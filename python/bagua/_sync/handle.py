@@ -57,8 +57,8 @@ class LaneHandle:
         """State for a checkpoint: call it on every rank, between two steps.
 
         Returns:
-            Residuals and counters, what is of this rank alone under keys of its own. Empty where
-            nothing is remembered.
+            Residuals and counters; entries of this rank alone have its number in their keys. Empty
+            for stateless algorithms.
         """
         self._settle()
         return self._ledger.state()

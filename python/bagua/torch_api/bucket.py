@@ -363,9 +363,9 @@ def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 class SparseBucket(BaguaBucket):
-    """One parameter, whose gradient is no part of a flat memory.
+    """A parameter with a sparse gradient, which is not copied into flat memory.
 
-    It goes from autograd to the operation and back as it is. ``backend_tensor`` has one element,
+    It goes from autograd to the operation and back unchanged. ``backend_tensor`` has one element,
     which determines dtype and device. The only operation is the exact sum or mean.
     """
 

@@ -244,9 +244,9 @@ class GuardAtWork:
         }
 
     def _ask(self) -> None:
-        """Ask for samples in the round that begins: of what is suspected, and of what is due.
+        """Ask for samples in the round that begins: of suspected buckets, and of those due.
 
-        Where training goes wrong at once the first rounds count most.
+        The first rounds are sampled more often.
         """
         every, age = self.guard.every, self._rounds + 1 - self._since
         starts = age <= every // 2 and age % max(1, every // 10) == 0

@@ -41,7 +41,7 @@ _AGREEING = (
 class CommHook(GradientAllReduceAlgorithmImpl):
     """Gradients through a user's hook, which also divides by the number of ranks.
 
-    What an unknown hook returns is its own affair (``noop_hook``, local SGD): ranks need not agree.
+    An unknown hook may return different values on each rank (``noop_hook``, local SGD).
     """
 
     def __init__(self, process_group: BaguaProcessGroup, state: Any, hook: Hook) -> None:
