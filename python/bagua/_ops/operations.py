@@ -413,7 +413,7 @@ def sparse(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AverageWeights(Operation):
-    """The mean of weights in a memory beside the bucket's, which stays as it is.
+    """The mean of weights in a memory beside the bucket's, which is unchanged.
 
     ``peer_weight``: that memory. ``communications``: how often the op has run, one int64, written
     by the op; whoever goes on from a checkpoint sets it before the next communication.

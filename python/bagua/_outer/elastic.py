@@ -24,7 +24,7 @@ and counters, and its weights move with the anchors: what it has trained is in t
 pseudo-gradient.
 
 Note [Islands of several ranks]
-Each rank of an island has a group of its own with those of its rank in other islands, and between
+Each rank of an island has a separate group with those of its rank in other islands, and between
 its collectives it has some with the ranks of its island. So all ranks of an island must fail in the
 same rounds: what fails between islands is held until :meth:`ElasticRanks.receive`, where the ranks
 of the island agree whether all have the mean. A rank that has it while another one has not reports

@@ -69,7 +69,7 @@ class OuterLoop(Synchronizer):
         local: the tensors of this rank.
         group: averages them.
         buckets: memory of the pseudo-gradients of each part, and with the last part of buffers
-            that have a mean, which are no views of them.
+            that have a mean, which are not views of them.
         state: to begin or go on with.
         schedule: the steps at which rounds are launched and used.
         ranks: decides on lost ranks.

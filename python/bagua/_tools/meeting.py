@@ -34,7 +34,7 @@ class MissingReplyError(RuntimeError):
 class Meeting:
     """The keys of one store, for one thread.
 
-    The store is asked by a thread of its own, which is left to itself when the store's host no
+    The store is asked by a separate thread, which is left to itself when the store's host no
     longer answers: clients of torch's store then wait without a limit.
     """
 

@@ -124,7 +124,7 @@ class MetricsServer:
 def serve_metrics(model: Any, port: int, address: str = "127.0.0.1") -> MetricsServer:
     """Serve this rank's statistics to Prometheus, at ``http://address:port/metrics``.
 
-    Nothing is served without this call. Each rank that calls it has an endpoint of its own, so
+    Nothing is served without this call. Each rank that calls it has its own endpoint, so
     ranks of one machine need different ports: ``port=9400 + bagua.get_local_rank()``. It has few
     clients at a time, and each for ten seconds: the oldest is disconnected.
 

@@ -32,7 +32,7 @@ _log = logging.getLogger("bagua")
 def publish(source: Any, every: float) -> None:
     """Publish the statistics of ``source`` from now on, once in ``every`` seconds.
 
-    One thread of the process does it, over a connection of its own: the training never waits.
+    One thread of the process does it, over a separate connection: the training never waits.
     """
     global _publisher
     if not env.store_address()[0]:

@@ -150,7 +150,7 @@ class Handle(LaneHandle):
         algorithm = self._algorithm
         if not isinstance(algorithm, ErrorFeedbackImpl):
             return super()._restore(state)
-        # The memory of this page is no member of the rounds to come.
+        # The memory of this page is not a member of the rounds to come.
         outcome, algorithm.outcome = algorithm.outcome, _C.RoundOutcome()
         try:
             page = algorithm.compression(self._all_parameters()).page

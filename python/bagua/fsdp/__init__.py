@@ -488,7 +488,7 @@ def compress(
         Statistics and residuals. It need not be kept.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
         ValueError: no module of it is sharded, the codec is unknown, or an argument asks for
             nothing.
         NotImplementedError: tensor parallelism, several meshes, or a torch without the interface.
@@ -579,7 +579,7 @@ def _connect(
     with connections.collective_phase(f"compressing the communication of '{model_name}'"):
         connections.agree("the model or the arguments of bagua.fsdp.compress", description)
         wrap = connections.next_wrap()
-        # Groups of shards and replicas have names of their own for what is wrapped.
+        # Groups of shards and replicas have separate names for what is wrapped.
         lane_name = f"{groups.everyone.group_name}/{wrap}/lane0"
         lane = Lane(lane_name, torch.device(device_type), groups.everyone)
         numels = {}

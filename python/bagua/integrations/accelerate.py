@@ -172,7 +172,7 @@ def use(accelerator: accelerate.Accelerator, algorithm: str | Algorithm) -> Hook
             without the optimizer that the algorithm needs.
         NotImplementedError: the accelerator shards models by FSDP1, DeepSpeed or another engine,
             or compiles with XLA; FSDP2 with another algorithm than ``bytegrad``.
-        ValueError: the accelerator's handler has a communication hook of its own.
+        ValueError: the accelerator's handler has its own communication hook.
     """
     # Checks
     if not isinstance(accelerator, accelerate.Accelerator):

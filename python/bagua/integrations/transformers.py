@@ -67,7 +67,7 @@ def use(
             or Accelerate lacks a method that is needed.
         NotImplementedError: the trainer shards the model (FSDP1, DeepSpeed, ...; FSDP2 takes
             ``bytegrad``), or trains on several GPUs in one process.
-        ValueError: the accelerator's handler has a communication hook of its own.
+        ValueError: the accelerator's handler has its own communication hook.
     """
     # Checks
     if not isinstance(trainer, transformers.Trainer):

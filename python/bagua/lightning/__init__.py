@@ -53,7 +53,7 @@ _OTHER = {
 #: The algorithm whose argument is known only when the optimizers are.
 _NEEDS_OPTIMIZER = "qadam"
 _FITTING = "fit"
-#: The start method whose ranks are programs of their own, which go on after training.
+#: The start method whose ranks are separate programs, which go on after training.
 _PROGRAMS = "popen"
 #: Of a checkpoint: the state of all ranks.
 _KEY = "bagua"

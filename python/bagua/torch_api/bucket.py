@@ -30,7 +30,7 @@ _ALIGNMENT = 16
 #: The first bucket is small, so that the wire has work while backward is still young.
 _FIRST_BUCKET_BYTES = 1024**2
 
-#: A bucket below this share of its limit is not worth messages of its own.
+#: A bucket below this share of its limit is not worth separate messages.
 _WORTH_CLOSING = 1 / 16
 
 Item = TypeVar("Item")
@@ -52,7 +52,7 @@ class BaguaBucket:
         backend_tensor: the flat memory, padding included.
         padding_tensor: the padding, or None.
         ops: operations on the bucket when all tensors are ready, in this order.
-        asynchronous: the averaging in a thread of its own, instead of operations.
+        asynchronous: the averaging in a separate thread, instead of operations.
         position: (index of this bucket, number of buckets) of the module.
         part: the number of the part of the module that it belongs to, where rounds are of one part.
         watched: whether a guard asks for samples of the last operation.
@@ -161,7 +161,7 @@ class BaguaBucket:
         ]
 
     def copy_in(self, index: int) -> None:
-        """Bring a tensor that is no view of the flat memory (any more) into it."""
+        """Bring a tensor that is not a view of the flat memory (any more) into it."""
         tensor, view = self.tensors[index], self._views[index]
         effective = self.effective(index)
         if effective.data_ptr() == view.data_ptr():
@@ -256,10 +256,10 @@ class BaguaBucket:
         peer_selection_mode: str = "all",
         group: BaguaProcessGroup | None = None,
     ) -> AverageWeights:
-        """Mean of the bucket with other ranks; the bucket itself stays as it is.
+        """Mean of the bucket with other ranks; the bucket itself is unchanged.
 
         Args:
-            peer_weight: receives the mean. Contiguous memory of its own, like ``backend_tensor``.
+            peer_weight: receives the mean. Contiguous separate memory, like ``backend_tensor``.
             hierarchical: mean inside a node, then ``peer_selection_mode`` between the leaders.
             peer_selection_mode: ``"all"``, or ``"shift_one"`` for one peer, another each time.
             group: default the group of the wrapped module.
@@ -281,7 +281,7 @@ class BaguaBucket:
         *,
         sync_interval_ms: int = 500,
     ) -> AsynchronousAverage:
-        """Average the bucket, whose tensors are weights, in a thread of its own.
+        """Average the bucket, whose tensors are weights, in a separate thread.
 
         All buckets of a module have this operation, and no other, or none has.
 
@@ -310,7 +310,7 @@ class BaguaBucket:
 
         Args:
             weight: the neighbours' replica of this rank. Like the other two f32, of one dimension,
-                as long as ``backend_tensor``, with memory of its own. All three start as copies of
+                as long as ``backend_tensor``, with separate memory. All three start as copies of
                 weights that are equal on all ranks.
             left_peer_weight: the replica of the left neighbour's ``weight``.
             right_peer_weight: the replica of the right neighbour's ``weight``.
@@ -442,7 +442,7 @@ def split_by_bucket_size(
 
     A bucket holds one dtype on one device. It is closed when it has reached ``bucket_bytes`` (the
     first one: 1 MiB), and before a tensor that would make it exceed them, unless it is still tiny;
-    so it exceeds them by at most one tensor. A tensor of another dtype opens a bucket of its own
+    so it exceeds them by at most one tensor. A tensor of another dtype opens a new bucket
     kind and leaves the others open; an item that is ``alone`` has a bucket for itself.
 
     ``bucket_bytes`` may be one limit for each bucket; the last holds for all that follow.

@@ -488,7 +488,7 @@ def _buffers_of(part: Any, ddp: Session) -> Iterator[tuple[str]]:
 
 
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Leaves:
-    """Everything in nested dicts that is no dict with entries, by its path, in order."""
+    """Everything in nested dicts that is not a dict with entries, by its path, in order."""
     if not (isinstance(value, Mapping) and value and all(map(_is_plain_key, value))):
         return {path: value}
     found: Leaves = {}
@@ -561,7 +561,7 @@ class PerRank:
 
     That module keeps one rank's copy of equal keys, which is right where ranks hold the same bits
     and wrong for decentralized and asynchronous algorithms, and for their optimizers' momentum.
-    Here every rank has keys of its own::
+    Here every rank has its own keys::
 
         state = {"training": PerRank(model), "algorithm": model.bagua_algorithm}
         dcp.save(state, checkpoint_id=path)
@@ -573,7 +573,7 @@ class PerRank:
     Save and load between two steps, on every rank, with the number of ranks that saved. Weights
     that are being averaged asynchronously are copied at one moment. Ranks are those of the module's
     group: where several groups train different parameters of the same names, as stages of a
-    pipeline do, give each group keys of its own (``f"stage{stage}/training"``).
+    pipeline do, give each group its own keys (``f"stage{stage}/training"``).
 
     Args:
         model: a module after ``bagua.wrap``.

@@ -53,7 +53,7 @@ class Guard:
     some elements of some buckets are averaged exactly as well: one all-reduce of
     ``buckets * (elements + 2)`` float64, and one of three numbers per bucket. A figure above its
     threshold is measured again in the next round, on other elements. If it is above it again, rank
-    0 warns, with the bucket, the figure, the threshold and a remedy. Communication stays as it is;
+    0 warns, with the bucket, the figure, the threshold and a remedy. Communication is unchanged;
     ``auto`` returns to exact gradients. Figures that are not finite, as those of a round with an
     overflow, count as not measured.
 

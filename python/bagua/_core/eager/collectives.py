@@ -181,7 +181,7 @@ def gather(
     """Give rank ``dst`` the ``send_tensor`` of all: part i of ``recv_tensor`` is rank i's.
 
     ``recv_tensor`` has n times the elements of ``send_tensor`` on every rank; that of the others
-    stays as it is.
+    is unchanged.
 
     Example::
 
@@ -254,7 +254,7 @@ def scatter(
 def scatter_inplace(tensor: torch.Tensor, count: int, src: int, comm: Comm = None) -> None:
     """Give every rank ``count`` elements of rank ``src``.
 
-    On ``src`` the tensor has n times ``count`` elements and stays as it is (its own part is part
+    On ``src`` the tensor has n times ``count`` elements and is unchanged (its own part is part
     ``src``); on the others it has ``count`` and is replaced.
 
     Example::
@@ -312,7 +312,7 @@ def alltoall_v(
 
     What rank i sends goes to ``recv_displs[i]``; its number of elements must be
     ``recv_counts[i]``, which the ranks compare first. Lists may be longer than n: the first n
-    entries count. Elements of ``recv_tensor`` outside of all parts stay as they are.
+    entries count. Elements of ``recv_tensor`` outside of all parts are unchanged.
 
     Raises:
         BaguaMismatchError: on every rank, if a part is not as long as its receiver expects; names

@@ -128,7 +128,7 @@ def reduce(
 ) -> None:
     """Reduce the ranks' ``send_tensor`` into ``recv_tensor`` of rank ``dst``.
 
-    Both have the same number of elements and dtype; ``recv_tensor`` of the others stays as it is.
+    Both have the same number of elements and dtype; ``recv_tensor`` of the others is unchanged.
     The result is that of :func:`allreduce`. For some sizes above 2 MiB times n,
     ``torch.distributed.reduce`` over gloo adds in another order than its own all-reduce.
 
@@ -146,7 +146,7 @@ def reduce_inplace(
     op: ReduceOp = ReduceOp.SUM,
     comm: Comm = None,
 ) -> None:
-    """Replace ``tensor`` of rank ``dst`` by the reduction of all; the others' stay as they are.
+    """Replace ``tensor`` of rank ``dst`` by the reduction of all; the others' are unchanged.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Makes the communicators of a group: each with connections of its own over the job's store."""
+"""Makes the communicators of a group: each with separate connections over the job's store."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ def _end_in_one_line() -> None:
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         print_whole(kind, error, trace)
-        # torch's init_process_group puts a hook of its own around those before.
+        # torch's init_process_group puts its own hook around those before.
         if sys.excepthook is print_and_repeat and isinstance(error, _C.BaguaError):
             rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
             text = (str(error).splitlines() or [""])[0]
@@ -347,7 +347,7 @@ def connect_islands(
 ) -> BaguaProcessGroup:
     """The group in which this process meets those of its rank in other islands.
 
-    An island is a job of its own, with its own ``torchrun`` and world of torch, of which the others
+    An island is a separate job, with its own ``torchrun`` and world of torch, of which the others
     know nothing: when one of its ranks is lost, torchrun ends and starts all of them. All processes
     of all islands call this after ``init_process_group()``, and give the group to ``bagua.wrap``.
     With ``DiLoCoAlgorithm(elastic=True)`` the others go on without a lost island, and one that is

@@ -3,7 +3,7 @@
 They agree through the job's store.
 
 Note [Generations]
-A generation is a set of members with connections of their own, whose keys have a prefix of their
+A generation is a set of members with separate connections, whose keys have a prefix of their
 own. The next one is decided by a single ``compare_set`` on one key of the store, so there is never
 more than one, however the network is cut: the store is the referee.
 

@@ -207,7 +207,7 @@ class Communicator:
     ) -> None:
         """Send tensors to member ``peer`` and receive others from it, all on one device.
 
-        It is no collective for errors, which count those: other members make no call here.
+        It is not a collective for errors, which count those: other members make no call here.
         """
 
         def move(connected: _C.Communicator) -> None:
@@ -408,7 +408,7 @@ class BaguaProcessGroup:
 
     @property
     def rank(self) -> int:
-        """Rank of this process in the group; -1 if it is no member."""
+        """Rank of this process in the group; -1 if it is not a member."""
         return self.connections.rank
 
     @property

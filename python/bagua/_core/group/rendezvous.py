@@ -125,7 +125,7 @@ def _tell_alone() -> None:
 def connect_store(address: str, timeout: timedelta) -> c10d.Store:
     """A connection to the store at ``address``, ``"host:port"``.
 
-    Raises ValueError where it is no address, BaguaError where there is no store.
+    Raises ValueError for a malformed address, BaguaError if no store answers.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():

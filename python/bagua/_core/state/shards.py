@@ -135,7 +135,7 @@ class Shards:
     In a state dict the tensors of such a parameter are DTensors of its placements, for
     ``torch.distributed.checkpoint``; ``shards`` is the shape of the mesh, and what is under
     ``rank<r>/`` otherwise is under ``shard<place in the mesh>/ranks<number>/rank<r>/``. Without
-    DTensors a state stays as it is.
+    DTensors a state is unchanged.
 
     ``rank``, ``ranks``: of this process among those that hold the same shards, and their number.
     """

@@ -56,7 +56,7 @@ class Measured(NamedTuple):
 class Post:
     """This rank's listening socket, and its connections to other ranks.
 
-    Connections are taken by threads of its own, for as long as the object is open; those without
+    Connections are taken by separate threads, for as long as the object is open; those without
     the job's secret are closed. ``timeout``, in seconds, holds for each step.
     """
 

@@ -67,7 +67,7 @@ def warn_of_useless_residuals(owner: str, codec: str | None, error_feedback: boo
 class ErrorFeedbackImpl(WarmUpImpl):
     """Exact rounds first, then a compressing op per bucket (:meth:`compression`), with a residual.
 
-    Parameters that ``exact`` names have buckets of their own, without a residual. Its state for
+    Parameters that ``exact`` names have separate buckets, without a residual. Its state for
     checkpoints, besides ``rounds``, is that of Note [Ledger], from the end of the warm-up on.
     Residuals that are loaded before wait for that.
 

@@ -32,7 +32,7 @@ _AVERAGING = "averaging"  # 1 once it has begun
 
 @dataclass(eq=False)
 class AsyncModelAverageAlgorithm(Algorithm):
-    """Weights are averaged by a thread of their own (Bagua, VLDB 2022, asynchronous centralized).
+    """Weights are averaged by a separate thread (Bagua, VLDB 2022, asynchronous centralized).
 
     A step costs as much as without communication. Every average adds to a rank's weights the
     difference between all ranks' mean and its own snapshot, so updates made during the transfer are
@@ -164,7 +164,7 @@ class AsyncModelAverageAlgorithmImpl(WarmUpImpl):
         if self.warming_up:
             return super().tensors_to_buckets(tensors, do_flatten)
         # One bucket of each dtype and device: all weights are of the same moment anyway. FSDP2
-        # gathers shards from memory of its own, where they stay.
+        # gathers shards from separate memory, where they stay.
         kinds: dict[tuple[torch.dtype, torch.device, bool], list[torch.Tensor]] = {}
         for tensor in (tensor for group in tensors for tensor in group):
             kind = (tensor.dtype, tensor.device, is_sharded(tensor))

@@ -86,7 +86,7 @@ class Traits:
         opens_at_forward: whether weights are communicated, which must hold still from forward to
             backward: the round of a forward in ``eval()`` begins there, as in ``train()``, and the
             algorithm marks the tensors itself. False: the round begins in the backward, at whose
-            end tensors that are no gradients are marked.
+            end tensors that are not gradients are marked.
         remembers_gradients: whether it keeps values made of gradients for later rounds, which are
             right under a loss scale only if the wrap was given the scaler.
         reads_grad_scale: whether its operations ask for the loss scale (``grad_scaler=`` of the
@@ -212,7 +212,7 @@ class AlgorithmImpl:
         return _nothing
 
     def overrides(self, method: str) -> bool:
-        """Whether the algorithm has a ``method`` of its own."""
+        """Whether the algorithm has its own ``method``."""
         return getattr(type(self), method) is not getattr(AlgorithmImpl, method)
 
     def statistics(self) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def _check_interval(communication_interval: int) -> None:
 
 
 class _LocalWeightsImpl(AlgorithmImpl):
-    """Weights travel instead of gradients, and stay as they are from forward to backward.
+    """Weights travel instead of gradients, and are unchanged from forward to backward.
 
     An iteration is a forward and a backward outside ``no_sync()``. Subclasses set a :attr:`ledger`
     that counts them.
@@ -79,7 +79,7 @@ class _LocalWeightsImpl(AlgorithmImpl):
         ]
 
     def tensors_to_buckets(self, tensors: Groups, do_flatten: bool) -> list[BaguaBucket]:
-        # FSDP2 gathers shards from memory of its own, where they stay.
+        # FSDP2 gathers shards from separate memory, where they stay.
         apart = any(is_sharded(tensor) for group in tensors for tensor in group)
         return super().tensors_to_buckets(tensors, do_flatten and not apart)
 
@@ -368,7 +368,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(_LocalWeightsImpl):
         """Run the round that is due because a step was skipped, rather than in the next forward.
 
         Other ranks wait for it inside their ``step()``: call it on every rank after ``step()``
-        where the loop has collectives of its own before the next training forward. Where nothing is
+        where the loop makes collectives itself before the next training forward. Where nothing is
         due it returns at once.
         """
         wrapper = self._wrapper() if self._wrapper is not None else None

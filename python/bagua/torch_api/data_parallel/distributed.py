@@ -95,7 +95,7 @@ class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
     group, without ``optimizers``, ``grad_scaler`` and hooks.
 
     Args:
-        module: stays as it is, ``ddp.module``. Calling it directly communicates nothing.
+        module: is unchanged, ``ddp.module``. Calling it directly communicates nothing.
         device_ids: None, or the one accelerator that the module is on: inputs are moved there.
         output_device: None, or the same device.
         dim: of the batch; for :meth:`scatter` and :meth:`gather` only.
@@ -345,7 +345,7 @@ class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
         """Replace all communication by ``hook(state, bucket)``.
 
         Every rank calls it, between two steps. Hooks run one after another, in the order of the
-        buckets, on a thread of their own. Gradients arrive as they are: the hook divides. What it
+        buckets, on a separate thread. Gradients arrive as they are: the hook divides. What it
         raises is raised by ``backward()``, on all ranks.
 
         Args:
@@ -354,7 +354,7 @@ class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
                 ``torch.futures.Future`` of one tensor like ``bucket.buffer()``.
 
         Raises:
-            TypeError, ValueError: ``hook`` is no hook.
+            TypeError, ValueError: ``hook`` is not a hook.
             RuntimeError: one is registered, a forward waits for its backward, or the algorithm is
                 another than GradientAllReduceAlgorithm.
         """

@@ -32,7 +32,7 @@ def all_reduce(
       where several ranks have it.
 
     Args:
-        tensor: of any shape, equal on all ranks; stays as it is.
+        tensor: of any shape, equal on all ranks; is unchanged.
         op: bagua's or torch's SUM, AVG, MAX or MIN.
         group: None for all ranks, a torch process group, or a ``BaguaProcessGroup``.
 

@@ -33,11 +33,11 @@ class AllReduceAggregation(Aggregation):
     Args:
         world_size: number of ranks; the first aggregation checks it.
         divide_before: divide before the sum, so that it does not overflow in half precision.
-        use_cuda: communicate CUDA tensors as they are; otherwise through CPU memory.
+        use_cuda: communicate CUDA tensors directly; otherwise through CPU memory.
         process_group: default: all ranks.
 
     Raises:
-        ValueError: ``world_size`` is no positive integer, or, at the first aggregation, not the
+        ValueError: ``world_size`` is not a positive integer, or, at the first aggregation, not the
             number of ranks. At any: the denominator is missing, not finite, zero or more than one
             element.
         NotImplementedError: at an aggregation: no such operation.

@@ -187,7 +187,7 @@ class PowerAggregation(ErrorFeedbackAggregation):
 
     Args:
         model: whose gradients are aggregated; memory is kept by its parameters' names.
-        use_cuda: communicate CUDA tensors as they are; otherwise through CPU memory.
+        use_cuda: communicate CUDA tensors directly; otherwise through CPU memory.
         reuse_query: start from the last call's ``Q`` (warm start) instead of a random one.
         world_size: number of ranks, checked by the first aggregation; 1: whatever it is.
         rank: columns of the factors; at most the smaller side of each matrix.
@@ -255,7 +255,7 @@ class SparsifiedAggregation(ErrorFeedbackAggregation):
 
     Args:
         model: whose gradients are aggregated; memory is kept by its parameters' names.
-        use_cuda: communicate CUDA tensors as they are; otherwise through CPU memory.
+        use_cuda: communicate CUDA tensors directly; otherwise through CPU memory.
         ratio: the part of the elements that is sent, at least one.
         process_group: default: all ranks.
 

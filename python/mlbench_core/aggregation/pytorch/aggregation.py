@@ -58,7 +58,7 @@ class Aggregation(ABC):
     tensors as they were. Connections are made by the first aggregation.
 
     Args:
-        use_cuda: communicate CUDA tensors as they are; otherwise through CPU memory.
+        use_cuda: communicate CUDA tensors directly; otherwise through CPU memory.
         process_group: default: all ranks.
     """
 

@@ -34,7 +34,7 @@ class DecentralizedAggregation(Aggregation):
     Args:
         rank: of this process in the group.
         neighbors: ranks of its neighbours, in any order; one that comes twice counts once.
-        use_cuda: communicate CUDA tensors as they are; otherwise through CPU memory.
+        use_cuda: communicate CUDA tensors directly; otherwise through CPU memory.
         process_group: default: all ranks.
 
     Raises:

@@ -32,7 +32,7 @@ def fuse_optimizer(
 
     Raises:
         RuntimeError: it is fused already.
-        TypeError: it is no optimizer.
+        TypeError: it is not an optimizer.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"fuse_optimizer takes an optimizer, not {type(optimizer).__name__}")
