@@ -40,7 +40,7 @@ DRAWN = {
     "gradient_allreduce": "exact",
     "bytegrad": "8 bits",
     "bytegrad-int4": "4 bits",
-    "diloco": "rounds (diloco)",
+    "diloco": "diloco",
 }
 COLOURS = ("grey", "black", "tab:blue", "tab:green", "tab:orange")
 
@@ -127,12 +127,24 @@ def draw(rows, path):
                 axes.plot(places, losses, color=colour)
                 ends[axes].append((places[-1], losses[-1], name, colour))
     over_steps.set(xlabel="steps", ylabel="loss of rank 0's weights on all digits", yscale="log")
+    over_steps.margins(y=0.1)
     over_steps.set_xlim(0, 1.4 * max(x for x, *_ in ends[over_steps]))
     over_bytes.set(xlabel="MB sent per rank", xscale="log")
-    over_bytes.set_xlim(right=8 * max(x for x, *_ in ends[over_bytes]))
+    over_bytes.set_xlim(right=2 * max(x for x, *_ in ends[over_bytes]))
+    for axes in ends:
+        axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    for axes, found in ends.items():
-        label_ends(axes, found)
+    label_ends(over_steps, ends[over_steps])
+    for x, y, name, colour in ends[over_bytes]:  # apart from each other, and beside other lines
+        over_bytes.annotate(
+            name,
+            (x, y),
+            xytext=(0, -7),
+            textcoords="offset points",
+            color=colour,
+            va="top",
+            ha="right",
+        )
     figure.savefig(path, dpi=120)
 
 
@@ -142,8 +154,7 @@ def smoothed(losses):
 
 
 def label_ends(axes, ends):
-    """Names beside the ends of the lines, each above those that end lower."""
-    axes.spines[["top", "right"]].set_visible(False)
+    """Names beside the ends of lines of equal length, each above those that end lower."""
     least = 0.0
     for x, y, name, colour in sorted(ends, key=lambda end: end[1]):
         _, height = axes.transData.transform((x, y))
