@@ -929,8 +929,8 @@ def _options_on(devices: list[Any], timeout: timedelta) -> Any:
 
 
 def _device_of_few() -> Any:
-    """A device of gloo for one backend, whose pairs connect as they are used; None where the user
-    names several interfaces."""
+    """A device of gloo whose pairs connect as they are used; None where the user names several
+    interfaces. For one backend: pairs of two of them on one device would never connect."""
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     if len(names) > 1:
         return None
