@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <iterator>
+#include <map>
 #include <mutex>
 #include <string>
 #include <string_view>
@@ -185,14 +186,20 @@ void OpenedSockets::give_up_after(std::chrono::milliseconds silence) const {
 }
 
 std::chrono::microseconds OpenedSockets::round_trip() {
-  std::chrono::microseconds longest{};
+  std::map<std::string, std::chrono::microseconds> shortest;  // by the peer's address
   std::set<OpenFile> found;
   for (const OpenFile& file : open_files()) {
-    const bool counts = measured_.empty() ? !before_.contains(file) : measured_.contains(file);
-    if (!counts || !is_tcp(file.number)) continue;
+    if (!is_tcp(file.number)) continue;
     const std::chrono::microseconds one = shortest_round_trip(file.number);
-    if (one.count() > 0) found.insert(file);
-    longest = std::max(longest, one);
+    if (one.count() == 0) continue;
+    const auto known = shortest.emplace(address_of_peer(file.number), one).first;
+    known->second = std::min(known->second, one);
+    const bool counts = measured_.empty() ? !before_.contains(file) : measured_.contains(file);
+    if (counts) found.insert(file);
+  }
+  std::chrono::microseconds longest{};
+  for (const OpenFile& file : found) {
+    longest = std::max(longest, shortest[address_of_peer(file.number)]);
   }
   if (measured_.empty()) measured_ = std::move(found);
   return longest;

@@ -43,8 +43,10 @@ class OpenedSockets {
   void give_up_after(std::chrono::milliseconds silence) const;
 
   // The longest time that a message takes there and back, of those connections that were there at
-  // the first call that found one. It is the shortest that the kernel has seen of each, so that
-  // queues and late answers do not count. Zero where there is none, or the kernel tells nothing.
+  // the first call that found one. It is the shortest that the kernel has seen of any connection of
+  // this process to the same address, so that late answers and queues do not count: what somebody
+  // has just sent over a slow link may be before all messages of a new connection. Zero where there
+  // is none, or the kernel tells nothing.
   std::chrono::microseconds round_trip();
 
  private:

@@ -47,6 +47,48 @@ def test_ranks_reach_each_other_and_everything_is_removed_afterwards():
     assert own not in namespaces()
 
 
+WRAP_BEHIND_A_QUEUE = """
+import os, socket, threading
+import torch
+import torch.distributed as dist
+import bagua.torch_api as bagua
+from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
+
+bagua.init_process_group()
+server = socket.create_server(("", 5000))
+dist.barrier()
+if dist.get_rank() == 0:
+    receiver, _ = server.accept()
+    def send():
+        while True:
+            receiver.sendall(bytes(1 << 16))
+    threading.Thread(target=send, daemon=True).start()
+else:
+    sender = socket.create_connection((os.environ["MASTER_ADDR"], 5000))
+    def receive():
+        while sender.recv(1 << 16):
+            pass
+    for _ in range(100):  # until the queue is full
+        assert sender.recv(1 << 14)
+    threading.Thread(target=receive, daemon=True).start()
+dist.barrier()
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model = bagua.wrap(model, [optimizer], GradientAllReduceAlgorithm())
+print(model.bagua_stats()["network"]["round_trip_ms"], flush=True)
+dist.barrier()
+os._exit(0)
+"""
+
+
+@needs_namespaces
+def test_ranks_are_not_far_behind_a_queue_that_somebody_fills():
+    with network.Network(2, rate_mbit=20) as link:
+        commands = [[sys.executable, "-c", WRAP_BEHIND_A_QUEUE]] * 2
+        for ended in link.run(commands, {"BAGUA_COMM": "gloo"}, timeout=60):
+            assert 0 < float(ended.stdout) < 5
+
+
 HOLD = """
 import sys, time
 sys.path.insert(0, {benchmarks!r})
