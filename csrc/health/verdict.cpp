@@ -19,7 +19,7 @@ namespace {
 
 constexpr char kLooking = '?', kFound = '=';
 constexpr size_t kMostSilent = 64;  // in a verdict
-// Time for a verdict, and between two questions for it.
+// Time for a verdict, also if the store is late, and between two questions for it.
 constexpr std::chrono::milliseconds kUntilVerdict(4000), kBetweenVerdicts(300);
 
 // The verdict, which is `text` from now on if it was `expected`. Nothing: no answer.
@@ -76,11 +76,14 @@ Verdict await_verdict(Board& board) noexcept {
   const auto deadline = std::chrono::steady_clock::now() + kUntilVerdict;
   std::string expected;  // a verdict that this rank may replace
   bool waited = false;
-  while (const auto known = swap_verdict(board, expected, mine)) {
-    if (*known == mine) return {.for_all = true};
-    if (known->starts_with(kLooking) && std::chrono::steady_clock::now() < deadline) {
+  while (true) {
+    const auto known = swap_verdict(board, expected, mine);
+    if (known == mine) return {.for_all = true};
+    const bool early = std::chrono::steady_clock::now() < deadline;
+    if (!known && !early) return {};
+    if (early && (!known || known->starts_with(kLooking))) {
       waited = true;
-      expected.clear();
+      if (known) expected.clear();
       std::this_thread::sleep_for(kBetweenVerdicts);
       continue;
     }
@@ -89,7 +92,6 @@ Verdict await_verdict(Board& board) noexcept {
     if (!expected.empty() || (waited && known->starts_with(kFound))) return {};
     expected = *known;  // an old one, or of a rank that was lost as it looked
   }
-  return {};
 }
 
 void write_verdict(Board& board, const std::shared_ptr<const Snapshot>& before,
