@@ -18,14 +18,15 @@ BATCH = 16
 CLASSES = 100
 
 
-def make_model():
+def make_model(width=2048):
+    """``width``: of the fully connected layers."""
     layers = []
     for inputs, outputs in ((3, 32), (32, 64), (64, 128)):
         layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
     layers.append(nn.Flatten())
-    for outputs in (2048, 2048):
-        layers += [nn.Linear(2048, outputs), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(2048, CLASSES))
+    for inputs in (2048, width):
+        layers += [nn.Linear(inputs, width), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(width, CLASSES))
 
 
 def sgd(parameters):
@@ -150,6 +151,7 @@ ARMS = {
     "bytegrad_int4": Way(
         bagua_with("bytegrad", codec="int4_block", error_feedback=True, **FLAT), **COMPRESSED
     ),
+    "bytegrad_hierarchical": Way(bagua_with("bytegrad", hierarchical=True)),
     "hook_exact": Way(hooked("gradient_allreduce", **FLAT)),
     "hook_bytegrad": Way(hooked("bytegrad", **FLAT)),
     "hook_power_sgd": Way(hooked("power_sgd", rank=1, warmup_steps=0), **COMPRESSED),

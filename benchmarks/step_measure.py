@@ -15,14 +15,14 @@ def seconds_of_bulk_all_reduce(numel, device):
     return now(device) - start
 
 
-def measure(names, pairs, steps, device):
+def measure(names, pairs, steps, device, width):
     """Times all arms in turn, ``pairs`` times, in alternating order; returns rank 0's figures.
 
     Ratios are medians over the rounds of the ratio within a round, so that a machine that is slower
     for a while slows both sides.
     """
     torch.manual_seed(0)
-    model = make_model().to(device)
+    model = make_model(width).to(device)
     numel = sum(parameter.numel() for parameter in model.parameters())
     arms = {name: Arm(name, model) for name in names}
     for arm in arms.values():
