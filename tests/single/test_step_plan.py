@@ -71,6 +71,19 @@ def test_measured_steps_of_the_first_page_lie_as_near_to_the_prediction_as_it_sa
     assert high == round(max(ratios.values()), 1), ratios
 
 
+def test_steps_of_many_ranks_took_as_long_as_the_page_about_predictions_says():
+    text = (REPOSITORY / "docs/scaling.md").read_text()
+    _, rows = rows_of(text, "| ranks | compute | DDP |")
+    arms = ("gradient_allreduce", *ALGORITHMS)  # DDP's steps are those of exact gradients
+    for ranks, (compute, *steps) in rows.items():
+        codec = 6e9 / int(ranks)
+        setting = Setting(float(compute), 4 * 3343524, 50e6 / 8, 5e-5, codec=codec)
+        for name, cell in zip(arms, steps, strict=False):
+            seconds, times = map(float, re.findall(r"[\d.]+", cell))
+            predicted = step_seconds(name, setting, int(ranks))
+            assert seconds / predicted == pytest.approx(times, abs=0.02), (ranks, name)
+
+
 def test_steps_of_gpt2_small_took_as_long_as_predicted_within_a_quarter():
     findings = (REPOSITORY / "docs/findings.md").read_text()
     _, rows = rows_of(findings, "| | MB a step | seconds a step |")
