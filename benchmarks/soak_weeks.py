@@ -64,6 +64,7 @@ def train(arm, steps):
         samples.append({name: figures[name] for name in NOISE})
     if arm == "async":
         algorithm.abort(model)
+    dist.barrier()  # the store ends with rank 0
     bagua.destroy_process_group()
     return samples
 
