@@ -82,8 +82,10 @@ Verdict await_verdict(Board& board) noexcept {
     const bool early = std::chrono::steady_clock::now() < deadline;
     if (!known && !early) return {};
     if (early && (!known || known->starts_with(kLooking))) {
-      waited = true;
-      if (known) expected.clear();
+      if (known) {
+        waited = true;
+        expected.clear();
+      }
       std::this_thread::sleep_for(kBetweenVerdicts);
       continue;
     }
