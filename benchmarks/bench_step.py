@@ -1,13 +1,12 @@
 """Seconds per training step against torch DDP, over networks of several speeds or on GPUs.
 
     python benchmarks/bench_step.py [--quick] [--rates none 1000 200] [--arms compute ddp bytegrad]
-    python benchmarks/bench_step.py --ranks 32 --rates 50 --mtu 9000 [--ranks-per-link 4]
+    python benchmarks/bench_step.py --ranks 8 --rates 50 --width 1024
     python benchmarks/bench_step.py --device cuda [--quick] [--arms ...]
 
-On CPU: two ranks, or as many as are told, of which neighbours may share a link as a node. Shaped
-networks are namespaces (network.py) and need root; "none" is the loopback device, unshaped. On
-CUDA: a rank on each GPU of this machine, over NCCL. All arms run in the same processes in turn.
-Prints JSON and keeps it under build/benchmarks/.
+On CPU: two ranks, or as many as are told. Shaped networks are namespaces (network.py) and need
+root; "none" is the loopback device, unshaped. On CUDA: a rank on each GPU of this machine, over
+NCCL. All arms run in the same processes in turn. Prints JSON and keeps it under build/benchmarks/.
 """
 
 import argparse
@@ -47,8 +46,7 @@ def run_rate(arguments, rate):
     steps = 2 if arguments.quick else 10 if rate == "none" else max(2, int(rate) // 200)
     options = ["--arms", *arguments.arms, "--pairs", arguments.pairs, "--steps", steps]
     options += ["--device", arguments.device, "--width", arguments.width]
-    network = {"mtu": arguments.mtu, "ranks_per_link": arguments.ranks_per_link}
-    return figures_of(rate, __file__, options, arguments.ranks, **network)
+    return figures_of(rate, __file__, options, arguments.ranks, mtu=arguments.mtu)
 
 
 def of_device(arguments):
@@ -76,15 +74,14 @@ def main():
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--mtu", type=int, default=1500, help="bytes of a packet when shaped")
     parser.add_argument("--ranks", type=int, default=2, help="on CPU")
-    parser.add_argument("--ranks-per-link", type=int, default=1, help="neighbours on one node")
     parser.add_argument("--width", type=int, default=2048, help="of the model")
     parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rank-output", dest="output", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.output:
         return run_rank(arguments)
-    if arguments.ranks < 2 or arguments.ranks % arguments.ranks_per_link:
-        parser.error(f"{arguments.ranks} ranks do not share links of {arguments.ranks_per_link}")
+    if arguments.ranks < 2:
+        parser.error(f"--ranks {arguments.ranks}: a step beside DDP needs two ranks or more")
     arguments.ranks, identity = of_device(arguments)
     if arguments.quick:
         arguments.pairs = 1

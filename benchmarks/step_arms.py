@@ -151,7 +151,6 @@ ARMS = {
     "bytegrad_int4": Way(
         bagua_with("bytegrad", codec="int4_block", error_feedback=True, **FLAT), **COMPRESSED
     ),
-    "bytegrad_hierarchical": Way(bagua_with("bytegrad", hierarchical=True)),
     "hook_exact": Way(hooked("gradient_allreduce", **FLAT)),
     "hook_bytegrad": Way(hooked("bytegrad", **FLAT)),
     "hook_power_sgd": Way(hooked("power_sgd", rank=1, warmup_steps=0), **COMPRESSED),
