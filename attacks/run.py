@@ -97,7 +97,7 @@ def damaged(x):
 
 
 def heartbeat(word):
-    """What a rank says of another one that has written such a heartbeat."""
+    """Asks a rank about another one that has written such a heartbeat."""
 
     def run(_):
         store = dist.HashStore()

@@ -59,7 +59,7 @@ Value = TypeVar("Value")
 _log = logging.getLogger("bagua")
 
 _MOST_TRIES = 4  # of a fragment's round in sync()
-# Of what threads are at when the module is closed: the one with a round, and that with the claim.
+# Until threads are left behind when the module is closed: that of a round, and that of the claim.
 _SECONDS_TO_END = 5.0, 3.0
 _OF_A_NOTICE = 0.85  # of the seconds to leave in, in which an island that leaves has ended both
 
