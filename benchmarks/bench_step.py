@@ -34,7 +34,7 @@ def run_rank(arguments):
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     counts = arguments.pairs, arguments.steps
-    figures = measure(arguments.arms, *counts, device, arguments.width)
+    figures = measure(arguments.arms, *counts, device, arguments.width, arguments.pause)
     if dist.get_rank() == 0:
         Path(arguments.output).write_text(json.dumps(figures))
     dist.barrier()
@@ -75,6 +75,7 @@ def main():
     parser.add_argument("--mtu", type=int, default=1500, help="bytes of a packet when shaped")
     parser.add_argument("--ranks", type=int, default=2, help="on CPU")
     parser.add_argument("--width", type=int, default=2048, help="of the model")
+    parser.add_argument("--pause", type=float, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rank-output", dest="output", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -35,6 +35,7 @@ def figures_over(link, arguments, folder):
     output = Path(folder) / "figures.json"
     program = [sys.executable, str(STEP), "--rank-output", str(output), "--arms", *arguments.arms]
     program += ["--pairs", str(arguments.pairs), "--steps", str(arguments.steps)]
+    program += ["--width", str(arguments.width), "--pause", str(arguments.pause)]
     ranks = [
         subprocess.Popen(
             ["ip", "netns", "exec", link.namespace(rank), *program],
@@ -54,11 +55,13 @@ def figures_over(link, arguments, folder):
 
 def measured(arguments):
     """The figures over one link, with what it was like."""
-    link = WideArea(arguments.ranks, arguments.rtt, arguments.rate or None)
+    ends = {"rtt_ms": arguments.rtt, "mbit": arguments.rate or None}
+    link = WideArea(arguments.ranks, **ends, congestion=arguments.congestion)
     with link, tempfile.TemporaryDirectory() as folder:
         link.path("*", "*", loss_percent=arguments.loss, jitter_ms=arguments.jitter)
         figures = figures_over(link, arguments, folder)
-    settings = {name: getattr(arguments, name) for name in ("ranks", "rate", "rtt", "loss")}
+    names = ("ranks", "rate", "rtt", "loss", "congestion", "width", "pause")
+    settings = {name: getattr(arguments, name) for name in names}
     return {"machine": machine(), **settings, "jitter": arguments.jitter, **figures}
 
 
@@ -79,6 +82,11 @@ def main():
     parser.add_argument("--rate", type=float, default=200, help="Mbit/s of each rank; 0: any")
     parser.add_argument("--rtt", type=float, default=80, help="milliseconds, there and back")
     parser.add_argument("--loss", type=float, default=0, help="percent of the packets")
+    parser.add_argument(
+        "--congestion", help="TCP's control of it, on all machines: cubic, bbr, ..."
+    )
+    parser.add_argument("--width", type=int, default=2048, help="of the model")
+    parser.add_argument("--pause", type=float, default=0, help="seconds of a step, as on a GPU")
     parser.add_argument("--jitter", type=float, default=0, help="milliseconds, each way")
     parser.add_argument("--arms", nargs="+", default=USUAL, choices=list(ARMS))
     parser.add_argument("--pairs", type=int, default=3, help="measurements of each arm")

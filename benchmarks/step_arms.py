@@ -179,8 +179,9 @@ ARMS = {
 class Arm:
     """A copy of the model under one way of training; ``step`` is what is timed."""
 
-    def __init__(self, name, model):
+    def __init__(self, name, model, pause=0.0):
         self.name = name
+        self.pause = pause  # seconds of a step in which a GPU would compute, before its backward
         self.way = ARMS[name]
         self.device = next(model.parameters()).device
         self.module = copy.deepcopy(model)
@@ -195,6 +196,7 @@ class Arm:
     def step(self):
         self.optimizer.zero_grad()
         loss = cross_entropy(self.wrapped(self.images), self.labels)
+        time.sleep(self.pause)
         loss.backward()
         self.optimizer.step()
         self.steps += 1

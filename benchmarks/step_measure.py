@@ -15,7 +15,7 @@ def seconds_of_bulk_all_reduce(numel, device):
     return now(device) - start
 
 
-def measure(names, pairs, steps, device, width):
+def measure(names, pairs, steps, device, width, pause=0.0):
     """Times all arms in turn, ``pairs`` times, in alternating order; returns rank 0's figures.
 
     Ratios are medians over the rounds of the ratio within a round, so that a machine that is slower
@@ -24,7 +24,7 @@ def measure(names, pairs, steps, device, width):
     torch.manual_seed(0)
     model = make_model(width).to(device)
     numel = sum(parameter.numel() for parameter in model.parameters())
-    arms = {name: Arm(name, model) for name in names}
+    arms = {name: Arm(name, model, pause) for name in names}
     for arm in arms.values():
         arm.seconds_per_step(WARM_UP)  # buckets are laid out anew after the first step
         if arm.name == "qadam":

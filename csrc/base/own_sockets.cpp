@@ -185,6 +185,18 @@ void OpenedSockets::give_up_after(std::chrono::milliseconds silence) const {
   }
 }
 
+bool OpenedSockets::control_congestion_by(const std::string& algorithm) const {
+  const auto length = static_cast<socklen_t>(algorithm.size());
+  bool allowed = true;
+  for (const OpenFile& file : open_files()) {
+    const bool counts = measured_.empty() ? !before_.contains(file) : measured_.contains(file);
+    if (!counts || !is_tcp(file.number)) continue;
+    const auto* const name = algorithm.data();
+    allowed &= setsockopt(file.number, IPPROTO_TCP, TCP_CONGESTION, name, length) == 0;
+  }
+  return allowed;
+}
+
 std::chrono::microseconds OpenedSockets::round_trip() {
   std::map<std::string, std::chrono::microseconds> shortest;  // by the peer's address
   std::set<OpenFile> found;

@@ -42,6 +42,10 @@ class OpenedSockets {
   // that is stopped still acknowledges.
   void give_up_after(std::chrono::milliseconds silence) const;
 
+  // Has the kernel control their congestion by its algorithm of this name, of those connections
+  // only that round_trip() measures, if it does. Returns whether the kernel lets this process.
+  bool control_congestion_by(const std::string& algorithm) const;
+
   // The longest time that a message takes there and back, of those connections that were there at
   // the first call that found one. It is the shortest that the kernel has seen of any connection of
   // this process to the same address, so that late answers and queues do not count: what somebody

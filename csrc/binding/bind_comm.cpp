@@ -357,6 +357,7 @@ void bind_sockets(py::module_& m) {
             sockets.give_up_after(to_milliseconds(seconds));
           },
           py::arg("seconds"))
+      .def("control_congestion_by", &OpenedSockets::control_congestion_by, py::arg("algorithm"))
       .def("round_trip_us", [](OpenedSockets& sockets) { return sockets.round_trip().count(); });
   m.def(
       "torch_sockets_give_up_after",

@@ -6,10 +6,12 @@ A message between ranks of one host takes microseconds, so that these tests call
 import os
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
-from bagua._core.group import connections
+from bagua._core.group import connections, environment
 from bagua.torch_api.algorithms import GradientAllReduceAlgorithm
 from support import every_algorithm, training
+from support.processes import sockets
 from torch.nn.parallel import DistributedDataParallel
 
 GLOO = {"BAGUA_COMM": "gloo", **training.SMALL_BUCKETS}
@@ -112,4 +114,42 @@ def train_on_one_host():
 
 
 def test_ranks_that_share_memory_are_near(ranks):
-    assert ranks(2, train_on_one_host) == [{"round_trip_ms": 0.0, "lanes": 1}] * 2
+    near = {"round_trip_ms": 0.0, "lanes": 1, "congestion_control": ""}
+    assert ranks(2, train_on_one_host) == [near] * 2
+
+
+@training.with_group
+def connect_far_ranks():
+    """What controls the congestion of torch's connections, before and after, and of bagua's."""
+    before = sockets.congestion_controls()
+    with called_far(1):
+        _, network = trained("gradient_allreduce")
+    after = sockets.congestion_controls()
+    kept = all(after.get(inode, control) == control for inode, control in before.items())
+    ports, (_, store) = sockets.connected(), environment.store_address()
+    between = {inode for inode in ports if store not in ports[inode]} - before.keys()
+    ours = {after[inode] for inode in between if inode in after}
+    return kept, ours, network["congestion_control"]
+
+
+@pytest.mark.parametrize("named", ["reno", ""])
+def test_far_ranks_control_congestion_as_asked_or_by_bbr(ranks, named):
+    known = environment.congestion_controls()
+    expected = named or ("bbr" if "bbr" in known else known[0])
+    env = GLOO | {"BAGUA_CONGESTION_CONTROL": named}
+    for kept, ours, told in ranks(2, connect_far_ranks, env=env):
+        assert kept
+        assert ours == {expected}
+        assert told == expected
+
+
+@training.with_group
+def connect_by_an_unknown_control():
+    with called_far(1):
+        return training.error_of(lambda: trained("gradient_allreduce"))
+
+
+def test_a_congestion_control_that_the_kernel_has_not_is_refused(ranks):
+    env = GLOO | {"BAGUA_CONGESTION_CONTROL": "carrier_pigeon"}
+    for text in ranks(2, connect_by_an_unknown_control, env=env):
+        assert "BAGUA_CONGESTION_CONTROL=carrier_pigeon: the kernel does not let" in str(text)

@@ -1,5 +1,6 @@
 """The last line of `bagua doctor`: what the slowest link asks for."""
 
+from bagua._tools.doctor import advice as doctor_advice
 from bagua._tools.doctor.advice import advice
 from bagua._tools.doctor.links import Measured, all_pairs
 from bagua._tools.doctor.verdict import own_card
@@ -46,6 +47,17 @@ def test_the_slowest_link_between_nodes_counts():
     inside = told([0, 0, 1, 1], 1000, 0.002, slow=(0, 1))
     assert inside.startswith("2 ms there and back, 1,000 Mbit/s, the slowest of the links between ")
     assert "of the links of one node" in told([0, 0], 1000, 0.002)
+
+
+def test_loss_on_a_far_link_asks_for_bbr_where_it_is_missing(monkeypatch):
+    word = "slow cubic down, but not BBR (modprobe tcp_bbr"
+    for known, trip, asked in (
+        (["cubic", "reno"], 0.08, True),
+        (["cubic", "reno"], 0.002, False),
+        (["cubic", "reno", "bbr"], 0.08, False),
+    ):
+        monkeypatch.setattr(doctor_advice, "congestion_controls", lambda known=known: known)
+        assert (word in told([0, 1], 50, trip, slow=(0, 1))) == asked, (known, trip)
 
 
 def test_model_and_computation_are_named():

@@ -168,8 +168,9 @@ def _build(
     if connections.are_far:
         _log.info(
             "module '%s': messages take %.1f ms there and back, so %d bucket(s) are under way at a "
-            "time (BAGUA_LANES); congestion control of TCP: %s",
-            *(name, connections.round_trip_us / 1000, count, env.get_congestion_control()),
+            "time (BAGUA_LANES); congestion control of TCP: %s "
+            "(BAGUA_CONGESTION_CONTROL)",
+            *(name, connections.round_trip_us / 1000, count, connections.congestion_control),
         )
     control = f"{wrap}/control"
     builders = _lanes(wrap, count, device, group, _peers(buckets), control)

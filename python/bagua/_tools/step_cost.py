@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from bagua._core.group.environment import bucket_size_among
 
-_FAR = 2.5e-3  # seconds of a message from which on ranks are far from each other
+FAR = 2.5e-3  # seconds of a message from which on ranks are far from each other
 _LANES = 8  # buckets that are under way at a time between far ranks
 _EIGHT_BITS, _FOUR_BITS = 0.251, 0.129  # of f32
 _INTERVALS = (50, 100, 200, 500, 1000, 2000)  # of DiLoCo
@@ -73,7 +73,7 @@ class Traffic(NamedTuple):
 
 
 def _far(setting: Setting) -> bool:
-    return setting.latency >= _FAR
+    return setting.latency >= FAR
 
 
 def _sum(setting: Setting, p: int, ratio: float) -> Traffic:

@@ -643,8 +643,12 @@ class Session:
     def stats(self) -> dict[str, Any]:
         running = self._running
         stats = statistics(running.stats(), running.communicators, self.traffic)
-        milliseconds = self.process_group.connections.round_trip_us / 1000
-        stats |= {"network": {"round_trip_ms": milliseconds, "lanes": running.lanes}}
+        connections = self.process_group.connections
+        stats["network"] = {
+            "round_trip_ms": connections.round_trip_us / 1000,
+            "lanes": running.lanes,
+            "congestion_control": connections.congestion_control,
+        }
         stats |= {"built": self._built, **self.bagua_algorithm.statistics()}
         return stats if self.guard is None else stats | {"guard": self.guard.stats()}
 

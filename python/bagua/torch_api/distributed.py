@@ -246,8 +246,8 @@ class BaguaModule(torch.nn.Module):
               ``guard``.
             - ``control``: the same of the ranks' agreements.
             - ``network``: ``round_trip_ms``, of a message between the two ranks that are farthest
-              apart (0: not known, or on one host), and ``lanes``, the number of buckets that are
-              under way at a time.
+              apart (0: not known, or on one host), ``lanes``, the number of buckets that are
+              under way at a time, and ``congestion_control`` of TCP between far ranks, else empty.
             - ``choice``, of ``auto`` only: ``state`` ("trying", "chosen"), ``chosen``, ``why``,
               ``turns``, how often candidates were tried, and ``table`` with ``candidate``,
               ``seconds`` of a step, ``error`` and ``refusal`` of each candidate.

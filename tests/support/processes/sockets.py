@@ -7,7 +7,7 @@ import contextlib
 import os
 import socket
 
-__all__ = ["connected", "listening"]
+__all__ = ["congestion_controls", "connected", "listening"]
 
 
 def _opened():
@@ -28,6 +28,17 @@ def listening():
         for inode, one in _opened()
         if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     }
+
+
+def congestion_controls():
+    """{inode: the name of what controls its congestion} of those that are connected."""
+    found = {}
+    for inode, one in _opened():
+        with contextlib.suppress(OSError):  # it listens, or has lost its peer
+            one.getpeername()
+            name = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+            found[inode] = name.rstrip(b"\0").decode()
+    return found
 
 
 def connected():

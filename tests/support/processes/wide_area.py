@@ -49,14 +49,16 @@ class WideArea:
     """A context manager: `ranks` namespaces, whose device wan0 leads to all others.
 
     `rtt_ms`: of every pair; half of it is the delay of a path. `mbit`: of the connection of each
-    namespace, up and down; None: any rate. Serves `run_on_network` as a `Network` does.
+    namespace, up and down; None: any rate. `congestion`: TCP's control of it, one that the kernel
+    allows everyone; None: the machine's. Serves `run_on_network` as a `Network` does.
     """
 
-    def __init__(self, ranks, rtt_ms=0.0, mbit=None, seed=1):
+    def __init__(self, ranks, rtt_ms=0.0, mbit=None, seed=1, congestion=None):
         self.ranks = ranks
         self._network = network.Network(ranks)
         self._beginning = rtt_ms, mbit
         self._seed = seed
+        self._congestion = congestion
         self._open = contextlib.ExitStack()
         self._asking = threading.Lock()
 
@@ -89,6 +91,10 @@ class WideArea:
             ["link", "set", DEVICE, "mtu", str(BYTES_OF_A_PACKET), "txqueuelen", "1000", "up"],
         ):
             subprocess.run(["ip", "-n", self.namespace(rank), *words], check=True)
+        if self._congestion is not None:
+            setting = f"net.ipv4.tcp_congestion_control={self._congestion}"
+            command = ["ip", "netns", "exec", self.namespace(rank), "sysctl", "-q", "-w", setting]
+            subprocess.run(command, check=True)
 
     def namespace(self, rank):
         return self._network.namespace(rank)

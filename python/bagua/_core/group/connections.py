@@ -186,6 +186,8 @@ class Connections:
         #: Of the two members that are farthest apart, as all members know it since they last agreed
         #: on something. 0: not known, or on one host.
         self.round_trip_us = 0
+        #: Of TCP, between members that are far; empty: not known.
+        self.congestion_control = ""
         self._devices: list[torch.device] = []
         self._nodes: list[int] | None = None
         self._told_why_unshared = False
@@ -490,6 +492,7 @@ class Connections:
         )
         if self.are_far:
             connected.shorten_paths()
+            self._control_congestion(sockets)
         return _C.CountingCommunicator(connected)
 
     def connect_nodes(
@@ -796,9 +799,23 @@ class Connections:
     def _know_round_trip(self, microseconds: int) -> None:
         """All members know it from here on."""
         were_far, self.round_trip_us = self.are_far, microseconds
-        if self.are_far and not were_far and self.size <= _C.MOST_RANKS_TOLD_DIRECTLY:
+        if were_far or not self.are_far or self._main_sockets is None:
+            return
+        self._control_congestion(self._main_sockets)
+        if self.size <= _C.MOST_RANKS_TOLD_DIRECTLY:
             for communicator in self._main.values():
                 communicator.shorten_paths()
+
+    def _control_congestion(self, sockets: _C.OpenedSockets) -> None:
+        wanted, known = env.congestion_control_of_far_ranks(), env.congestion_controls()
+        self.congestion_control = known[0] if known else ""
+        if wanted and sockets.control_congestion_by(wanted):
+            self.congestion_control = wanted
+        elif named := os.environ.get("BAGUA_CONGESTION_CONTROL"):
+            raise ValueError(
+                f"BAGUA_CONGESTION_CONTROL={named}: the kernel does not let this process choose "
+                f"it; it has {', '.join(known)}"
+            )
 
 
 class MainThreadTraffic:

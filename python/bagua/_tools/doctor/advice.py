@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from bagua._core.group.environment import congestion_controls
 from bagua._tools.doctor.links import Measured
 from bagua._tools.doctor.verdict import Card, Pair, slowest_direction
 from bagua._tools.plan import command
 from bagua._tools.step_cost import (
+    FAR,
     ROUNDS,
     Setting,
     choice,
@@ -15,6 +17,9 @@ from bagua._tools.step_cost import (
     share_of_rounds,
     step_seconds,
 )
+
+#: Share of the segments from which on it is told.
+_MUCH_AGAIN = 0.0005
 
 _CALLS = {
     "gradient_allreduce": "GradientAllReduceAlgorithm()",
@@ -43,9 +48,12 @@ def advice(
     rate, trip = min(map(slowest_direction, chosen)), max(2 * link.latency for link in chosen)
     again = max(link.again for link in chosen)
     ranks = len({card.node for card in cards.values()}) if between else len(cards)
-    measured = f"{_number(trip * 1e3)} ms there and back, {_number(rate / 125e3)} Mbit/s" + (
-        f", {again:.1%} of the segments sent again" if again >= 0.0005 else ""
-    )
+    measured = f"{_number(trip * 1e3)} ms there and back, {_number(rate / 125e3)} Mbit/s"
+    if again >= _MUCH_AGAIN:
+        measured += f", {again:.1%} of the segments sent again"
+        if trip >= 2 * FAR and "bbr" not in (known := congestion_controls()):
+            control = known[0] if known else "TCP's control of congestion"
+            measured += f", which slow {control} down, but not BBR (modprobe tcp_bbr, everywhere)"
     setting = Setting(compute, 4 * parameters, rate, trip / 2)
     sentence = (
         f"{measured}, the slowest of the links {'between nodes' if between else 'of one node'}. "

@@ -10,11 +10,14 @@ import struct
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from bagua import _C
+from bagua._core.group.environment import congestion_control_of_far_ranks
 from bagua._core.group.rendezvous import whole
 from bagua._tools.meeting import finite, mapping, text
+from bagua._tools.step_cost import FAR
 
 _GREETING = struct.Struct("!32sII")  # secret of the job, rank that connects, rank that is meant
 _NUMBER = struct.Struct("!d")
@@ -222,6 +225,10 @@ def _tell_clock(connection: socket.socket) -> None:
 
 def _send(connection: socket.socket, most_bytes: int, latency: float) -> tuple[float, float]:
     """Bytes a second, and the share of segments that were sent again."""
+    wanted = congestion_control_of_far_ranks()
+    if latency >= FAR and wanted:  # as those of a training
+        with suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, wanted.encode())
     least = max(_SECONDS, _TRIPS_OF_TRANSFER * 2 * latency)
     size = min(_FIRST_BYTES, most_bytes)
     while True:
