@@ -4,6 +4,7 @@ import contextlib
 import errno
 import gc
 import io
+import itertools
 import os
 import shutil
 import signal
@@ -490,6 +491,100 @@ def overtaken_as_it_saves(folder):
 
 def test_a_state_has_the_counters_of_the_anchor_that_is_found_as_it_is_saved(ranks, tmp_path):
     assert ranks(1, overtaken_as_it_saves, str(tmp_path)) == [([4, 4, 0], True)]
+
+
+@training.with_group
+def overtaken_in_a_round(folder, codec, overlap, counts):
+    """Oslo has launched a round, in which it `counts` or not, that others remove before it looks.
+
+    Its changes beyond the anchor, those expected, whether it has a residual, and its weight in the
+    round of a `sync()`, by which its weights are the anchor's.
+    """
+    shared = {"codec": codec, "overlap_steps": overlap, "weight": "samples", "mailbox": {"keep": 1}}
+    model, optimizer = island(folder, "oslo", **shared)
+    other = island(folder, "paris", **shared)
+    first, post = weights(model), model.bagua_algorithm._ranks._post
+    overtaken = cut_off_after_mailing(post.box, counts, lambda: train(*other, range(11), 7, 5))
+    train(model, optimizer, range(1), 0, 3)
+    launched = trained_alone((model, optimizer), weights(model), 1, 0)
+    now = trained_alone((model, optimizer), launched, 2, 0) if overlap else launched
+    train(model, optimizer, range(1, 2 + overlap), 0, 3)
+    overtaken.join()
+    expected = differences(now, launched if counts else first)
+    found = differences(weights(model), anchors(model))
+    buckets = model.bagua_algorithm._loop.buckets if codec else []
+    residual = any(bucket.ops[0].page.memory.value(0).any() for bucket in buckets)
+    model.bagua_algorithm.sync()
+    torch.testing.assert_close(weights(model), anchors(model), rtol=0, atol=0)
+    counted = post.box.manifest(model.bagua_algorithm.outer_rounds - 1).counted
+    weight = sum(each.weight for each in counted if each.island == "oslo")
+    return found, expected, residual, weight
+
+
+def cut_off_after_mailing(box, counts, others):
+    """Have the next contribution come before `others` act, or after it, and be looked at later."""
+    contribute, mailed, over = box.contribute, threading.Event(), threading.Event()
+
+    def slowly(*letter):
+        box.contribute = contribute
+        assert counts or over.wait(60)
+        made = contribute(*letter)
+        mailed.set()
+        assert over.wait(60)
+        return made
+
+    def act():
+        assert not counts or mailed.wait(60)
+        others()
+        over.set()
+
+    box.contribute = slowly
+    thread = threading.Thread(target=act)
+    thread.start()
+    return thread
+
+
+def anchors(model):
+    return [each.detach() for each in model.bagua_algorithm._loop.state.fragments[0].anchors]
+
+
+def differences(ones, others):
+    return [one - other for one, other in zip(ones, others, strict=True)]
+
+
+def test_an_island_that_is_overtaken_contributes_what_it_has_trained_once(ranks, tmp_path):
+    for number, (codec, overlap, counts) in enumerate(
+        itertools.product((None, "int4_block"), (0, 1), (True, False))
+    ):
+        case = ranks(1, overtaken_in_a_round, str(tmp_path / str(number)), codec, overlap, counts)
+        ((found, expected, residual, weight),) = case
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+        assert residual == (counts and codec is not None)
+        assert weight == 3 * (overlap if counts else 2 + overlap)
+
+
+@training.with_group
+def overtaken_in_sync(folder, counts):
+    """As above, in a `sync()`; the islands that count in its last round."""
+    shared = {"weight": "samples", "mailbox": {"keep": 1}}
+    model, optimizer = island(folder, "oslo", **shared)
+    other = island(folder, "paris", **shared)
+    post = model.bagua_algorithm._ranks._post
+    train(model, optimizer, range(1), 0, 3)
+    overtaken = cut_off_after_mailing(post.box, counts, lambda: train(*other, range(11), 7, 5))
+    model.bagua_algorithm.sync()
+    overtaken.join()
+    torch.testing.assert_close(weights(model), anchors(model), rtol=0, atol=0)
+    counted = post.box.manifest(model.bagua_algorithm.outer_rounds - 1).counted
+    return [each.island for each in counted]
+
+
+def test_sync_of_an_island_that_is_overtaken_ends_at_the_anchor_with_all_it_has_trained(
+    ranks, tmp_path
+):
+    for counts, islands in ((True, ["paris"]), (False, ["oslo"])):
+        folder = str(tmp_path / str(counts))
+        assert ranks(1, overtaken_in_sync, folder, counts) == [islands]
 
 
 @training.with_group

@@ -112,6 +112,24 @@ def test_fields_of_any_type_are_refused_or_hold_their_ranges():
             assert letters.is_hex(found.anchor)
 
 
+def test_last_rounds_of_any_type_are_refused_or_those_of_islands():
+    draw = random.Random(4)
+    good = [["oslo", 3], ["paris", 10**9 - 1]]
+    assert letters.last_rounds("x", good) == dict(good)
+    assert len(letters.last_rounds("x", [[f"{i}", i] for i in range(256)])) == 256
+    for bad in (None, {"ab": 1}, "ab", [["oslo", 1]] * 2, [[f"{i}", i] for i in range(257)]):
+        with pytest.raises(Damaged):
+            letters.last_rounds("x", bad)
+    for _ in range(500):
+        rows = json.loads(json.dumps(good))
+        draw.choice(rows)[draw.randrange(2)] = strange(draw)
+        try:
+            found = letters.last_rounds("x", rows)
+        except Damaged:
+            continue
+        assert all(letters.is_island(each) and 0 <= found[each] < 10**9 for each in found)
+
+
 def test_a_manifest_lists_every_island_once_and_in_order():
     rows = [["paris", "cd" * 32, 4], ["oslo", "ab" * 32, 1]]
     fields = {"run": "0" * 16, "round": 3, "part": 0, "anchor": "f" * 16, "author": "oslo"}

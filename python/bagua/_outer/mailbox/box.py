@@ -200,10 +200,19 @@ class Box:
         names = [match for match in found if match and not self._is_refused(match[0])]
         return sorted(int(match[1]) for match in names)
 
-    def put_anchor(self, counters: Mapping[str, int], tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Write an anchor, with ``rounds`` among the counters; False: there is one."""
+    def put_anchor(
+        self,
+        counters: Mapping[str, int],
+        counted: Mapping[str, int],
+        tensors: Mapping[str, torch.Tensor],
+    ) -> bool:
+        """Write an anchor, with ``rounds`` among the counters; False: there is one.
+
+        ``counted``: the last round of islands, ``MOST_ISLANDS`` at most.
+        """
         table, size = letters.table_of(tensors)
         fields = {"run": self.run, "counters": dict(counters), "table": len(table)}
+        fields["counted"] = list(counted.items())
         name = _anchor(counters["rounds"])
         data = letters.written(letters.ANCHOR, fields, len(table) + size, self.secret)
         body = letters.body_of(data)
@@ -217,8 +226,8 @@ class Box:
         number: int,
         like: Mapping[str, torch.Tensor],
         made: Callable[[Mapping[str, torch.Tensor]], Value],
-    ) -> tuple[dict[str, int], Value] | None:
-        """(counters, what ``made`` makes of tensors by key) of an anchor.
+    ) -> tuple[dict[str, int], dict[str, int], Value] | None:
+        """(counters, last rounds of islands, what ``made`` makes of tensors by key) of an anchor.
 
         None: it is not there, not whole yet, or refused for good. ``like``: the state here, which
         bounds its size. ``made`` may raise ValueError.
@@ -240,9 +249,10 @@ class Box:
                 or counters["rounds"] != number
             ):
                 raise Damaged(name, "it is of another run or round")
+            counted = letters.last_rounds(name, letter.fields.get("counted"))
             tensors = letters.unpacked(name, letter.fields.get("table"), letter.body)
             with refusing(Path(name)):
-                return counters, made(tensors)
+                return counters, counted, made(tensors)
         except Damaged as error:
             self._refuse(name, error)
             return None

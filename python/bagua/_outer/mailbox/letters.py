@@ -216,6 +216,19 @@ class Manifest:
             return read
 
 
+def last_rounds(name: str, rows: Any) -> dict[str, int]:
+    """The last round in which each of some islands counted, of an anchor's field."""
+    with refusing(Path(name)):
+        found = {island: number for island, number in rows}
+        if not (
+            type(rows) is list
+            and len(found) == len(rows) <= MOST_ISLANDS
+            and all(is_island(each) and _is_count(found[each], MOST_ROUNDS) for each in found)
+        ):
+            raise ValueError("the islands that counted are out of their range")
+        return found
+
+
 def table_of(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, int]:
     """A table of tensors by name, and the bytes that :func:`pack` needs for their elements."""
     rows = [[name, _DTYPES[each.dtype], list(each.shape)] for name, each in tensors.items()]

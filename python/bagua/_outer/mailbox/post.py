@@ -47,8 +47,8 @@ class Result(NamedTuple):
     counted: bool = False
 
 
-#: Counters, and fragments that hold what was mailed.
-Anchor: TypeAlias = "tuple[dict[str, int], list[Fragment]]"
+#: Counters, the last round in which each island counted, and fragments that hold what was mailed.
+Anchor: TypeAlias = "tuple[dict[str, int], dict[str, int], list[Fragment]]"
 
 
 class PostOffice:
@@ -68,6 +68,8 @@ class PostOffice:
         self._decided = -1  # the last round whose manifest this island wrote
         self._mailed, self._tidied = -1, -1  # the newest anchor, and that with nothing old before
         self._told_late: set[str] = set()
+        #: The last round that changed an anchor by each of the islands that counted last.
+        self._last_rounds: dict[str, int] = {}
 
     # A round.
 
@@ -224,7 +226,15 @@ class PostOffice:
                     if not _C.all_finite(mean_of(bucket, [body], [1.0])):
                         broken.add(each.island)
             begin = end
-        return Result(means, all(map(_C.all_finite, means)), sorted(broken))
+        finite, counted = all(map(_C.all_finite, means)), [each.island for each in manifest.counted]
+        if finite:
+            self._count(dict.fromkeys(counted, manifest.round))
+        return Result(means, finite, sorted(broken), self._mailbox.island in counted)
+
+    def _count(self, rounds: dict[str, int]) -> None:
+        """Keep the last rounds of islands, a bounded number of them."""
+        known = sorted((self._last_rounds | rounds).items(), key=lambda each: (-each[1], each[0]))
+        self._last_rounds = dict(known[: letters.MOST_ISLANDS])
 
     def _body(
         self,
@@ -271,7 +281,7 @@ class PostOffice:
         state = loop.state
         counters = {"rounds": state.communications, "outer_rounds": state.outer_rounds}
         tensors = {key: tensor.cpu() for key, tensor in state.named().items()}
-        put = partial(self.box.put_anchor, counters, tensors)
+        put = partial(self.box.put_anchor, counters, self._last_rounds, tensors)
         first = patience.repeat("mailing an anchor", put)
         self._mailed = max(self._mailed, state.communications)
         return first
@@ -326,7 +336,10 @@ class PostOffice:
             return [fragment.loaded(tensors) for fragment in loop.state.fragments]
 
         read = partial(self.box.anchor, number, loop.state.named(), made)
-        return patience.repeat("reading an anchor", read)
+        found = patience.repeat("reading an anchor", read)
+        if found is not None:
+            self._last_rounds = found[1]
+        return found
 
 
 def digest_before(loop: OuterLoop, part: int) -> str:

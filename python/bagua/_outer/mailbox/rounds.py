@@ -95,7 +95,9 @@ class MailboxRanks(FixedRanks):
         self._post: PostOffice | None = None  # of an island's first rank that has entered
         self._loop: Callable[[], OuterLoop | None] = lambda: None
         self._job: Job[Result] | None = None  # of the round under way
+        self._in_order = False  # sync() is at its rounds
         self._launches = 0
+        self._sent = -1  # the round that the last launch was for, until it is known who counts
         self._reached = -1  # rounds that are behind the anchors here, as the mailbox has them
         close_at_exit(self)
 
@@ -195,9 +197,11 @@ class MailboxRanks(FixedRanks):
         if type(loop.state.rank_weights) is RankWeights:  # the others may wait for this island
             missing = {fragment.part for fragment in every}
         self._end(True)
+        self._in_order = True
         try:
             for _ in range(_MOST_TRIES * len(every)):
                 if not missing:
+                    self._in_order = False
                     return
                 self._catch_up(loop)
                 fragment = every[loop.state.communications % len(every)]
@@ -212,7 +216,11 @@ class MailboxRanks(FixedRanks):
             self._post.ending = ending
 
     def attempt(self, rounds: Callable[[], None], *, due: bool) -> None:
-        self.complete(rounds)
+        for _ in range(_MOST_TRIES):
+            self._in_order = False
+            self.complete(rounds)
+            if not self._in_order:  # else the others were further, and sync() begins anew
+                break
         if self._inside.size == 1:
             self._leaves = leaving.noticed() is not None
         if self._leaves and not self._last:
@@ -281,6 +289,7 @@ class MailboxRanks(FixedRanks):
             encode(bucket, body[begin:end])
             begin = end
         self._launches += 1
+        self._sent = number
         if post is not None and own is not None:
             exchange = partial(post.exchange, loop, own, letter)
             self._job = Job(exchange, self._patience())
@@ -298,10 +307,15 @@ class MailboxRanks(FixedRanks):
         what = f"{self._who(loop)}, in outer round {number + 1}"
         result = self._inside.led(lambda: self._received(what), what)
         finite, self.counted = self._give(loop, result, what)
-        for bucket in buckets_of(loop, number % len(loop.state.fragments)):
+        self._leave_memory(loop, finite)
+        self._reached = number + 1
+
+    def _leave_memory(self, loop: OuterLoop, finite: bool) -> None:
+        """The last launch's round is known: its residuals count where its part is committed."""
+        for bucket in buckets_of(loop, self._sent % len(loop.state.fragments)):
             if (page := bucket.ops[0].page) is not None:
                 page.memory.leave(self._launches, finite)
-        self._reached = number + 1
+        self._sent = -1
 
     def _received(self, what: str) -> Result:
         job, self._job = self._job, None
@@ -319,11 +333,19 @@ class MailboxRanks(FixedRanks):
             step, anchor = isinstance(found, Result), type(found) is tuple
             steps, adopts = self._inside.told(what, int(step), int(anchor))
             if steps:
-                self._give(loop, found if isinstance(found, Result) else None, what)
-                self.counted = False
+                result = found if isinstance(found, Result) else None
+                finite, counts = self._give(loop, result, what)
+                launched, trained = number == self._sent, set(loop.state.trained)
+                self.counted = counts and launched
                 fragment = loop.state.fragments[number % len(loop.state.fragments)]
+                if launched:
+                    self._leave_memory(loop, finite)
+                if self.counted:
+                    loop.commit(fragment.part)
                 loop.state.pending = PendingRound(fragment, 0, True)
-                loop.use(late=False)
+                loop.use(late=loop.overlaps)
+                if not launched:  # nothing was trained for that round
+                    loop.state.trained = trained
             elif adopts:
                 self._adopt(loop, None if isinstance(found, Result) else found, what)
             self._reached = loop.state.communications
@@ -336,16 +358,33 @@ class MailboxRanks(FixedRanks):
         return self._run(loop, "looking for rounds", search)
 
     def _adopt(self, loop: OuterLoop, found: Anchor | None, what: str) -> None:
-        """Go on with anchors of the mailbox; the weights move with them."""
+        """Go on with anchors of the mailbox; the weights move with them.
+
+        The round under way is gone. Where this island counted in it the anchors have its part.
+        """
         weights = loop.weights()
-        counters, fragments = found or ({}, [each.copy() for each in loop.state.fragments])
+        before = loop.state.fragments
+        counters, last, fragments = found or ({}, {}, [each.copy() for each in before])
         self._inside.broadcast_fragments(fragments, what)
         reached = (counters.get(key, 0) for key in ("rounds", "outer_rounds"))
-        rounds, outer_rounds = self._inside.told(what, *reached)
-        for own, taken in zip(loop.state.fragments, fragments, strict=True):
-            before = own.anchors
+        own_last = last.get(self._mailbox.island, -1)
+        rounds, outer_rounds, last_round = self._inside.told(what, *reached, own_last)
+        sent = self._sent % len(fragments) if self._sent >= 0 else None
+        counted = sent if last_round == self._sent else None
+        for own, taken in zip(before, fragments, strict=True):
+            anchors = own.anchors
             own.become(taken)
-            own.follow(weights, before)
+            if own.part == counted:
+                loop.give_anchor(own, late=loop.overlaps)
+            else:
+                own.follow(weights, anchors)
+        if counted is not None:
+            loop.state.rank_weights.settle(counted)
+            self._leave_memory(loop, True)
+            loop.commit(counted)
+        elif sent is not None:
+            loop.state.trained.add(sent)
+        self._sent = -1
         own_counters = loop.state.counters | {
             "communications": rounds,
             "outer_rounds": outer_rounds,
