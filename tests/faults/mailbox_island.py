@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import bagua.torch_api as bagua
-from bagua._outer.mailbox import claims
+from bagua._outer.mailbox import claims, store
 from bagua._outer.mailbox.box import Box
 from bagua._outer.mailbox.claims import Claim
 from bagua._outer.mailbox.rounds import MailboxRanks
@@ -33,6 +33,7 @@ SILENCE = 3.0
 KEEP = 4
 claims._BEAT, claims._SILENCE = 0.3, SILENCE
 Remote.pause = 0.05, 0.5
+store._SECONDS_OF_A_CALL = 10.0
 #: Calls in which an island may die.
 PLACES = {
     "Box.contribute": Box,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from bagua import BaguaError, BaguaMismatchError, BaguaTimeoutError
 from bagua.__main__ import main
 from bagua._outer import leaving
-from bagua._outer.mailbox import bodies, box, claims, patience, rounds as mailbox_rounds
+from bagua._outer.mailbox import bodies, box, claims, patience, rounds as mailbox_rounds, store
 from bagua._outer.mailbox.letters import Contribution
 from bagua.torch_api.algorithms import DiLoCoAlgorithm, Mailbox, OuterSGD
 from fsspec.implementations.memory import MemoryFileSystem
@@ -816,6 +816,39 @@ def test_a_storage_that_hangs_at_the_start_is_told_and_given_up(ranks, tmp_path)
         assert f" s, and mailbox {url} does not answer (reaching it)" in text, text
         assert "See that this machine reaches it, then start this island again" in text, text
         assert any(each.endswith(f" s: mailbox {url}: no answer yet") for each in warned), warned
+
+
+CALLS = "pipe_file", "cat_file", "ls", "rm_file", "makedirs"
+
+
+@training.with_group
+def where_each_call_hangs_once():
+    """Kinds of calls of a client of which one has hung, and the rounds of an island beside that."""
+    answers, hung = threading.Event(), set()
+    model, optimizer = island("memory://hangs-at-times", "oslo", mailbox={"keep": 1})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "_SECONDS_OF_A_CALL", 0.1)
+        for kind in CALLS:
+            patch.setattr(MemoryFileSystem, kind, hangs_once(kind, hung, answers))
+        train(model, optimizer, range(12))
+        answers.set()
+    return hung, model.bagua_algorithm.outer_rounds
+
+
+def hangs_once(kind, hung, answers):
+    original = getattr(MemoryFileSystem, kind)
+
+    def call(*args, **options):
+        if kind not in hung:
+            hung.add(kind)
+            answers.wait(60)
+        return original(*args, **options)
+
+    return call
+
+
+def test_a_call_of_a_client_that_hangs_is_repeated(ranks):
+    assert ranks(1, where_each_call_hangs_once) == [(set(CALLS), 6)]
 
 
 @training.with_group

@@ -297,6 +297,30 @@ def test_a_storage_without_exclusive_creation_is_refused(monkeypatch):
         place_at("memory://lax", "oslo")
 
 
+def test_no_more_calls_are_begun_than_may_hang(monkeypatch):
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    begun, answers, cat_file = [], threading.Event(), MemoryFileSystem.cat_file
+
+    def hangs(self, *args, **options):
+        begun.append(args)
+        answers.wait(60)
+        return cat_file(self, *args, **options)
+
+    place = place_at("memory://hangs-for-ever", "oslo")
+    place.create("run", bytearray(b"a run"))
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", hangs)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_SECONDS_OF_A_CALL", 0.01)
+        for number in range(2 * store._MOST_CALLS):
+            words = "cat_file has not ended" if number < store._MOST_CALLS else "calls before"
+            with pytest.raises(TimeoutError, match=words):
+                place.read("run", 9)
+    assert len(begun) == store._MOST_CALLS
+    answers.set()
+    assert place.read("run", 9) == b"a run"
+
+
 def test_a_storage_that_is_not_installed_is_named():
     with pytest.raises(ImportError, match=r"pip install '\.\[mailbox\]'"):
         place_at("no-such-protocol://user:password@bucket/run", "oslo")

@@ -142,7 +142,7 @@ class MailboxRanks(FixedRanks):
         plan += [f"bucket {bucket.name}: fragment {bucket.part}" for bucket in loop.buckets]
 
         def enter(patience: Patience) -> tuple[Box, Claim]:
-            box = Box(self._place(), own.secret, bodies)
+            box = Box(patience.repeat("reaching it", self._place), own.secret, bodies)
             patience.repeat("opening the run", lambda: box.open_run(plan))
             claim = Claim(box.place, box.run, own.secret, own.island)
             claim.take(patience)
@@ -156,6 +156,8 @@ class MailboxRanks(FixedRanks):
         own = self._mailbox
         try:
             return place_at(own.url, own.island)
+        except TimeoutError:  # it may be repeated
+            raise
         except OSError as error:
             raise _C.BaguaError(
                 f"mailbox {shown(own.url)}: it cannot be reached or written "

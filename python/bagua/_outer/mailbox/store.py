@@ -13,8 +13,10 @@ import os
 import re
 import secrets
 import stat
+import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -23,6 +25,9 @@ from bagua._core.state.step_folder import Damaged
 _Value = TypeVar("_Value")
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 _TEMPORARY = "tmp"
+#: Seconds in which a call of a client ends, and bytes that it carries in each second beyond them.
+_SECONDS_OF_A_CALL, _LEAST_RATE = 30.0, 2**17
+_MOST_CALLS = 8  # that have not ended: no other is begun
 
 
 class Folder:
@@ -171,6 +176,7 @@ class Remote:
                 f"Mailbox('{public(url)}'): fsspec does not reach it ({why}). {_INSTALL}"
             ) from error
         self.url, self.sent, self.received = public(url), 0, 0
+        self._calls = threading.Semaphore(_MOST_CALLS)
         if writes:
             self._probe()
 
@@ -202,7 +208,7 @@ class Remote:
     def create(self, name: str, data: bytearray) -> bool:
         try:
             self._make_folder(name)
-            self._call("pipe_file", self._at(name), bytes(data), mode="create")
+            self._call("pipe_file", self._at(name), bytes(data), carries=len(data), mode="create")
         except FileExistsError:
             # Clients repeat a put whose answer was lost, and find the file that it has made.
             return self._holds(name, data)
@@ -217,7 +223,7 @@ class Remote:
 
     def replace(self, name: str, data: bytearray) -> None:
         self._make_folder(name)
-        self._call("pipe_file", self._at(name), bytes(data))
+        self._call("pipe_file", self._at(name), bytes(data), carries=len(data))
         self.sent += len(data)
 
     def _make_folder(self, name: str) -> None:
@@ -226,9 +232,12 @@ class Remote:
 
     def read(self, name: str, most: int) -> bytearray | None:
         try:
-            data = bytearray(self._call("cat_file", self._at(name), start=0, end=most + 1))
+            found = self._call("cat_file", self._at(name), carries=most, start=0, end=most + 1)
+            data = bytearray(found)
         except FileNotFoundError:
             return None
+        except TimeoutError:
+            raise
         except OSError:  # of an empty file no range can be read, says S3
             if self._call("size", self._at(name)) != 0:
                 raise
@@ -256,14 +265,44 @@ class Remote:
             with suppress(FileNotFoundError):
                 self._call("rm_file", self._at(f"{folder}/{name}" if folder else name))
 
-    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Errors of clients, whatever their class, may be repeated as OSError."""
+    def _call(self, method: str, *arguments: Any, carries: int = 0, **options: Any) -> Any:
+        """Call a client in time. ``carries``: bytes at most.
+
+        Its errors, whatever their class, may be repeated as OSError.
+        """
+        function = partial(getattr(self._files, method), *arguments, **options)
         try:
-            return getattr(self._files, method)(*arguments, **options)
+            return self._in_time(function, method, _SECONDS_OF_A_CALL + carries / _LEAST_RATE)
         except (OSError, NotImplementedError, TypeError, ValueError):
             raise
         except Exception as error:
             raise OSError(f"{type(error).__name__}: {str(error)[:500]}") from error
+
+    def _in_time(self, function: Callable[[], Any], what: str, seconds: float) -> Any:
+        """Clients have no deadline, or one for each of their own retries.
+
+        A call that does not end is left to its thread, and repeated by who has called: files are
+        created exclusively, so that it changes nothing when it ends after all.
+        """
+        if not self._calls.acquire(timeout=seconds):
+            raise TimeoutError(f"{_MOST_CALLS} calls before have not ended")
+        ended, results, errors = threading.Event(), [], []
+
+        def work() -> None:
+            try:
+                results.append(function())
+            except BaseException as error:  # noqa: BLE001, raised by who waits
+                errors.append(error)
+            finally:
+                self._calls.release()
+                ended.set()
+
+        threading.Thread(target=work, name="bagua storage", daemon=True).start()
+        if not ended.wait(seconds):
+            raise TimeoutError(f"{what} has not ended in {seconds:.0f} s")
+        if errors:
+            raise errors.pop()
+        return results.pop()
 
 
 Place: TypeAlias = Folder | Remote
