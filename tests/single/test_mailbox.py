@@ -17,6 +17,7 @@ from bagua._outer.mailbox.letters import Contribution, Counted, Manifest
 from bagua._outer.mailbox.patience import Patience
 from bagua._outer.mailbox.store import Folder, Remote, place_at
 from bagua.torch_api.algorithms import DiLoCoAlgorithm, Mailbox
+from oracle.mailbox import loss_where_some_count
 
 SECRET = b"known to all islands"
 
@@ -394,3 +395,9 @@ def test_grace_waits_twice_as_long_as_the_quorum_took_within_its_bounds():
         now[0] += 0.01
         assert grace.over(2, 1) == (seconds is not None)
         assert grace.over(2, 0)
+
+
+def test_late_changes_are_divided_or_outer_momentum_would_amplify_them():
+    in_time = loss_where_some_count(4, False)
+    assert loss_where_some_count(2, False) > 1.2 * in_time
+    assert loss_where_some_count(2, True) < 1.02 * in_time

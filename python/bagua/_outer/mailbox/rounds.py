@@ -14,9 +14,10 @@ Round N is the one after N rounds; its fragment is N modulo the number of fragme
    island of the next round stands in, two in the round after it, and so on.
 
 An island that is not in the manifest makes the step too, and its weights move with the anchors:
-what it has trained is in its next pseudo-gradient. Before a launch, and when it begins, an island
-makes the steps of all rounds that were decided without it, or takes a newer anchor where their
-files are gone. The first island of all mails its anchors, and the others begin with them.
+what it has trained is in its next pseudo-gradient, which is divided by the intervals that it is of.
+Before a launch, and when it begins, an island makes the steps of all rounds that were decided
+without it, or takes a newer anchor where their files are gone. The first island of all mails its
+anchors, and the others begin with them.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ class MailboxRanks(FixedRanks):
         self._job: Job[Result] | None = None  # of the round under way
         self._in_order = False  # sync() is at its rounds
         self._launches = 0
+        self._intervals: dict[int, int] = {}  # by fragment, since one of this island counted
         self._sent = -1  # the round that the last launch was for, until it is known who counts
         self._reached = -1  # rounds that are behind the anchors here, as the mailbox has them
         close_at_exit(self)
@@ -182,6 +184,7 @@ class MailboxRanks(FixedRanks):
         loop = self._known_loop()
         self._catch_up(loop)
         due = loop.state.communications % len(loop.state.fragments)
+        self._intervals[due] = self._intervals.get(due, 0) + 1
         if due == part:
             return True
         # The others are elsewhere in the cycle: go on there.
@@ -278,6 +281,7 @@ class MailboxRanks(FixedRanks):
             self._leaves = self._inside.check_equal(what, digest, told)
         weight = self._weight(loop, part, what)
         buckets = buckets_of(loop, part)
+        self._discount(loop, part)
         own, letter = None, bytearray(sum(map(body_bytes, buckets)))
         body = memoryview(letter)
         if post is not None:
@@ -296,6 +300,18 @@ class MailboxRanks(FixedRanks):
             exchange = partial(post.exchange, loop, own, letter)
             self._job = Job(exchange, self._patience())
 
+    def _discount(self, loop: OuterLoop, part: int) -> None:
+        """Divide what was trained in several intervals, as rounds before came too late.
+
+        The outer momentum would amplify a change that is several times as long and late.
+        """
+        intervals, names = self._intervals.get(part, 1), set(loop.state.fragments[part].names)
+        if intervals > 1:
+            for bucket in buckets_of(loop, part):
+                for name, change in bucket.named_views():
+                    if name in names:  # buffers are no changes
+                        change.div_(intervals)
+
     def _weight(self, loop: OuterLoop, part: int, what: str) -> float:
         """The weight of this island in a round."""
         own = loop.state.rank_weights.weight(part)
@@ -309,14 +325,17 @@ class MailboxRanks(FixedRanks):
         what = f"{self._who(loop)}, in outer round {number + 1}"
         result = self._inside.led(lambda: self._received(what), what)
         finite, self.counted = self._give(loop, result, what)
-        self._leave_memory(loop, finite)
+        self._end_launch(loop, finite)
         self._reached = number + 1
 
-    def _leave_memory(self, loop: OuterLoop, finite: bool) -> None:
+    def _end_launch(self, loop: OuterLoop, finite: bool) -> None:
         """The last launch's round is known: its residuals count where its part is committed."""
-        for bucket in buckets_of(loop, self._sent % len(loop.state.fragments)):
+        part = self._sent % len(loop.state.fragments)
+        for bucket in buckets_of(loop, part):
             if (page := bucket.ops[0].page) is not None:
                 page.memory.leave(self._launches, finite)
+        if self.counted and finite:
+            self._intervals[part] = 0
         self._sent = -1
 
     def _received(self, what: str) -> Result:
@@ -341,7 +360,7 @@ class MailboxRanks(FixedRanks):
                 self.counted = counts and launched
                 fragment = loop.state.fragments[number % len(loop.state.fragments)]
                 if launched:
-                    self._leave_memory(loop, finite)
+                    self._end_launch(loop, finite)
                 if self.counted:
                     loop.commit(fragment.part)
                 loop.state.pending = PendingRound(fragment, 0, True)
@@ -380,13 +399,14 @@ class MailboxRanks(FixedRanks):
                 loop.give_anchor(own, late=loop.overlaps)
             else:
                 own.follow(weights, anchors)
+        self.counted = counted is not None
+        if sent is not None:
+            self._end_launch(loop, True)
         if counted is not None:
             loop.state.rank_weights.settle(counted)
-            self._leave_memory(loop, True)
             loop.commit(counted)
         elif sent is not None:
             loop.state.trained.add(sent)
-        self._sent = -1
         own_counters = loop.state.counters | {
             "communications": rounds,
             "outer_rounds": outer_rounds,
