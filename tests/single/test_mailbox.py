@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import subprocess
 import threading
 
 import pytest
@@ -169,6 +170,33 @@ def test_tensors_come_back_or_their_table_is_refused():
     for wrong in (None, -1, len(body) + 1, True, 0):
         with pytest.raises(Damaged):
             letters.unpacked("anchor", wrong, memoryview(body))
+
+
+# Claims.
+
+
+def test_a_name_of_a_process_of_this_machine_that_has_ended_is_taken_at_once(tmp_path, monkeypatch):
+    place, pauses = Folder(tmp_path, "oslo"), []
+    with subprocess.Popen(["sleep", "600"]) as process:
+        began = claims._began(process.pid)
+        left = claims.Claim(place, "0" * 16, SECRET, "oslo")
+        left._process = claims.Process.own()._replace(pid=process.pid, began=began)
+        left._name = "oslo-1"
+        left._create()
+        lives = claims.Lives(place, "0" * 16, SECRET)
+        lives.look()
+        assert not lives.is_gone("oslo")
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert lives.is_gone("oslo")  # a zombie
+    assert lives.is_gone("oslo")
+    monkeypatch.setattr(Patience, "pause", pauses.append)
+    claim = claims.Claim(place, "0" * 16, SECRET, "oslo")
+    claim.take(Patience(str(tmp_path), 60.0, 60.0, threading.Event()))
+    assert (place.names("islands"), pauses) == (["oslo-2"], [])
+    claim.release(60.0)
+    elsewhere = left._process._replace(at="1" * 16)
+    assert not elsewhere.is_gone()
 
 
 # Places.

@@ -4,11 +4,14 @@ Note [Claims]
 A claim is a file ``islands/<island>-<n>``, created exclusively, whose content its process changes
 every few seconds. Clocks of machines may be hours apart, so nobody compares times: a claim lives
 while others see its content change. Who finds a claim of its island that does not change takes the
-next number; the process before, should it still be there, sees that number, and ends.
+next number; the process before, should it still be there, sees that number, and ends. A claim also
+names its process, which one that is started again on that machine can see is gone, without a wait.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 import secrets
 import threading
@@ -33,8 +36,44 @@ _MOST_NAMES = 4 * letters.MOST_ISLANDS
 _MOST_ATTEMPTS = 16
 
 
+class Process(NamedTuple):
+    """Names a process: its machine and namespace, its number, and when it was started."""
+
+    at: str
+    pid: int
+    began: int
+
+    @staticmethod
+    def own() -> Process:
+        namespace = os.readlink("/proc/self/ns/pid")
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text() + namespace
+        at = hashlib.sha256(machine.encode()).hexdigest()[:16]
+        return Process(at, os.getpid(), _began(os.getpid()) or 0)
+
+    def is_gone(self) -> bool:
+        """Whether it was on this machine, and has ended."""
+        return self.at == Process.own().at and _began(self.pid) != self.began
+
+
+def _began(pid: int) -> int | None:
+    """When a process of this machine was started, in ticks; None: it has ended."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else int(fields[18])
+
+
+class _Life(NamedTuple):
+    """What a claim says of its process; the beat changes."""
+
+    life: str
+    beat: int
+    process: Process
+
+
 class _Seen(NamedTuple):
-    life: tuple[str, int]  # with the beat
+    life: _Life
     since: float
     changed: bool  # since it was seen first
 
@@ -58,7 +97,7 @@ class Lives:
     def look(self) -> dict[str, int]:
         """Read all claims; the newest number of each island. OSError: it may be repeated."""
         numbers: dict[str, int] = {}
-        lives: dict[str, tuple[str, int]] = {}
+        lives: dict[str, _Life] = {}
         for name in self._place.names(_FOLDER)[:_MOST_NAMES]:
             match = _NAME.fullmatch(name)
             if match is None or int(match[2]) <= numbers.get(match[1], 0):
@@ -78,24 +117,31 @@ class Lives:
             del self._seen[island]
         return numbers
 
-    def read(self, name: str) -> tuple[str, int] | None:
-        """(life, beat) of a claim; None: it is not there. Damaged: it is not one."""
+    def read(self, name: str) -> _Life | None:
+        """What a claim says; None: it is not there. Damaged: it is not one."""
         path = f"{_FOLDER}/{name}"
         data = self._place.read(path, letters.FIXED_BYTES + letters.MOST_FIELDS)
         if data is None:
             return None
         fields = letters.opened(path, data, letters.CLAIM, 0, self._secret).fields
-        life, beat = fields.get("life"), fields.get("beat")
+        life, beat, process = (fields.get(key) for key in ("life", "beat", "process"))
         if (fields.get("run"), fields.get("claim")) != (self._run, name) or not (
-            letters.is_hex(life) and type(beat) is int
+            letters.is_hex(life)
+            and type(beat) is int
+            and type(process) is list
+            and [type(each) for each in process] == [str, int, int]
         ):
             raise Damaged(Path(path), "it is of another run or island")
-        return str(life), beat
+        return _Life(str(life), beat, Process(*process))
 
     def alive(self) -> set[str]:
         """Islands whose claims have changed lately, or were seen for the first time."""
         now = self._clock()
         return {island for island, seen in self._seen.items() if now - seen.since < _SILENCE}
+
+    def is_gone(self, island: str) -> bool:
+        """Whether the claim is of a process of this machine that has ended."""
+        return island in self._seen and self._seen[island].life.process.is_gone()
 
     def beats(self, island: str) -> bool:
         """Whether the claim has changed since it was seen first."""
@@ -108,6 +154,7 @@ class Claim:
     def __init__(self, place: Place, run: str, secret: bytes | None, island: str) -> None:
         self._place, self._run, self._secret, self.island = place, run, secret, island
         self._life, self._beat, self._renewed = secrets.token_hex(8), 0, 0
+        self._process = Process.own()
         self._lives = Lives(place, run, secret)
         self._name = ""
         self._end = threading.Event()
@@ -119,10 +166,10 @@ class Claim:
         patience.doing = f"whether another process is island '{self.island}'"
         while True:
             numbers = patience.repeat("looking for islands", self._lives.look)
+            if self.island not in self._lives.alive() or self._lives.is_gone(self.island):
+                break
             if self._lives.beats(self.island):
                 raise self._refused()
-            if self.island not in self._lives.alive():
-                break
             patience.pause()
         before = numbers.get(self.island, 0)
         for number in range(before + 1, before + 1 + _MOST_ATTEMPTS):
@@ -169,6 +216,7 @@ class Claim:
     def _letter(self) -> bytearray:
         self._beat += 1
         fields = {"run": self._run, "claim": self._name, "life": self._life, "beat": self._beat}
+        fields["process"] = list(self._process)
         data = letters.written(letters.CLAIM, fields, 0, self._secret)
         letters.sealed(data, self._secret)
         return data
@@ -179,7 +227,7 @@ class Claim:
                 number = int(self._name.rpartition("-")[2])
                 newest = self._lives.look().get(self.island, 0)
                 own = self._lives.read(self._name)
-                if newest > number or (own is not None and own[0] != self._life):
+                if newest > number or (own is not None and own.life != self._life):
                     self._lost = True
                     return
                 if own is None and not self._create():
