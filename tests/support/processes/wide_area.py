@@ -49,11 +49,12 @@ class WideArea:
     """A context manager: `ranks` namespaces, whose device wan0 leads to all others.
 
     `rtt_ms`: of every pair; half of it is the delay of a path. `mbit`: of the connection of each
-    namespace, up and down; None: any rate. `congestion`: TCP's control of it, one that the kernel
-    allows everyone; None: the machine's. Serves `run_on_network` as a `Network` does.
+    namespace, up and down; None: any rate. `congestion`: the namespaces' default for TCP; reno takes
+    a lost packet for congestion, as the usual cubic does, which not every kernel allows here; None:
+    the machine's. Serves `run_on_network` as a `Network` does.
     """
 
-    def __init__(self, ranks, rtt_ms=0.0, mbit=None, seed=1, congestion=None):
+    def __init__(self, ranks, rtt_ms=0.0, mbit=None, seed=1, congestion="reno"):
         self.ranks = ranks
         self._network = network.Network(ranks)
         self._beginning = rtt_ms, mbit
@@ -88,7 +89,7 @@ class WideArea:
         self._network.set_link(rank, "down")  # the way around
         for words in (
             ["address", "add", f"{self.address(rank)}/24", "dev", DEVICE],
-            ["link", "set", DEVICE, "mtu", str(BYTES_OF_A_PACKET), "txqueuelen", "1000", "up"],
+            ["link", "set", DEVICE, "mtu", str(BYTES_OF_A_PACKET), "txqueuelen", "4000", "up"],
         ):
             subprocess.run(["ip", "-n", self.namespace(rank), *words], check=True)
         if self._congestion is not None:
