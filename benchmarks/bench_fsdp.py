@@ -1,9 +1,11 @@
 """Seconds per training step of a model sharded by torch's FSDP2, with bagua.fsdp and without.
 
     python benchmarks/bench_fsdp.py [--quick] [--rates none 200] [--pairs 5]
+    python benchmarks/bench_fsdp.py --boxes [--quick] [--rates 10] [--pairs 3]
 
 The model is that of bench_step.py; every layer with parameters is a module of FSDP. All arms run in
-the same two processes in turn. Shaped networks need root. Prints JSON and keeps it under
+the same processes in turn. --boxes: two of two ranks, which share the link of their box and have
+500 Mb/s inside; a narrow model. Shaped networks need root. Prints JSON and keeps it under
 build/benchmarks/.
 """
 
@@ -15,54 +17,93 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from common import machine, write_results
-from network import DEVICE
+from network import NetworkUnavailableError, bytes_on_the_device
 from rank_processes import figures_of
 
 RANKS = 2
+BOXES, RANKS_OF_A_BOX, INSIDE_MBIT, WIDTH = 2, 2, 500, 256
+INTERVAL = 50  # steps of a round
 WARM_UP = 2
 
-# Arguments of compress() (None: exact), and whether weights are given up after forward.
+
+class Way(NamedTuple):
+    """One way to train.
+
+    Attributes:
+        options: of ``compress()``; None: it is not called.
+        reshard: whether weights are given up after forward.
+        copies: whether each box has a copy of the model.
+        rounds: whether the copies meet in rounds, in 4 bits, instead of in each step.
+        peer: the arm whose weights it must reach.
+    """
+
+    options: dict[str, Any] | None = None
+    reshard: bool = True
+    copies: bool = False
+    rounds: bool = False
+    peer: str | None = None
+
+
+FOUR_BITS = {"codec": "int4_block", "error_feedback": True}
 ARMS = {
-    "fsdp": (None, True),
-    "gradients": ({}, True),
-    "gradients_and_weights": ({"weights": True}, True),
-    "fsdp_kept": (None, False),
-    "gradients_kept": ({}, False),
+    "fsdp": Way(),
+    "gradients": Way({}, peer="fsdp"),
+    "gradients_and_weights": Way({"weights": True}, peer="fsdp"),
+    "fsdp_kept": Way(reshard=False),
+    "gradients_kept": Way({}, reshard=False, peer="fsdp_kept"),
 }
-PEERS = {"gradients": "fsdp", "gradients_and_weights": "fsdp", "gradients_kept": "fsdp_kept"}
+ARMS_OF_BOXES = {
+    "fsdp": Way(),
+    "gradients": Way({}, peer="fsdp"),
+    "gradients_and_weights": Way({"weights": True}, peer="fsdp"),
+    "hsdp": Way(copies=True, peer="fsdp"),
+    "hsdp_8_bits": Way({}, copies=True, peer="fsdp"),
+    "hsdp_4_bits": Way(FOUR_BITS, copies=True, peer="fsdp"),
+    "islands": Way(copies=True, rounds=True),
+}
 
 
-def bytes_on_the_wire():
-    """Sent so far through the interface of this rank's namespace, headers included; 0: no such."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == DEVICE:
-            return int(counters.split()[8])
-    return 0
+def bytes_on_the_link():
+    """Payload sent so far through the interface of this rank's namespace; 0: no such."""
+    try:
+        return bytes_on_the_device()
+    except NetworkUnavailableError:
+        return 0
 
 
 class Arm:
     """A sharded copy of the model; ``step`` is what is timed."""
 
-    def __init__(self, name, model):
+    def __init__(self, way, model):
         import bagua.fsdp
         import torch
         import torch.distributed as dist
+        from bagua.torch_api.algorithms import DiLoCoAlgorithm
         from step_arms import BATCH, CLASSES, sgd
         from torch.distributed.fsdp import fully_shard
 
-        options, reshard = ARMS[name]
+        self.way = way
         self.model = copy.deepcopy(model)
-        for layer in self.model:
+        mesh, of_shards = None, None
+        if way.copies:
+            shape, names = (BOXES, RANKS_OF_A_BOX), ("box", "shard")
+            mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+            of_shards = mesh["shard"] if way.rounds else mesh
+        for layer in (*self.model, self.model):
             if any(True for _ in layer.parameters()):
-                fully_shard(layer, reshard_after_forward=reshard)
-        fully_shard(self.model, reshard_after_forward=reshard)
-        self.handle = None if options is None else bagua.fsdp.compress(self.model, **options)
+                fully_shard(layer, mesh=of_shards, reshard_after_forward=way.reshard)
+        self.handle = None
+        if way.options is not None:
+            self.handle = bagua.fsdp.compress(self.model, **way.options)
         self.optimizer = sgd(self.model.parameters())
+        if way.rounds:
+            algorithm = DiLoCoAlgorithm(interval=INTERVAL, codec="int4_block")
+            self.model.with_bagua([self.optimizer], algorithm, process_group=mesh["box"])
         self.steps = 0
-        self.wire_bytes = 0
+        self.link_bytes = 0
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.images = torch.randn(BATCH, 3, 32, 32, generator=generator)
         self.labels = torch.randint(CLASSES, (BATCH,), generator=generator)
@@ -75,16 +116,20 @@ class Arm:
         self.optimizer.step()
         self.steps += 1
 
-    def seconds_per_step(self, steps):
-        """Mean over consecutive steps that all ranks start together."""
+    def measured(self, steps):
+        """Mean of the seconds of consecutive steps that all ranks start together.
+
+        Of rounds a whole one; ``steps`` otherwise.
+        """
         import torch.distributed as dist
 
+        steps = INTERVAL if self.way.rounds else steps
         dist.barrier()
-        before, start = bytes_on_the_wire(), time.perf_counter()
+        before, start = bytes_on_the_link(), time.perf_counter()
         for _ in range(steps):
             self.step()
         seconds = (time.perf_counter() - start) / steps
-        self.wire_bytes += bytes_on_the_wire() - before
+        self.link_bytes += bytes_on_the_link() - before
         return seconds
 
     def bytes_per_step(self):
@@ -102,38 +147,44 @@ class Arm:
 
 def run_rank(arguments):
     """Program of each rank; its place in the group is in its environment."""
+    import bagua.torch_api as bagua
     import torch
     import torch.distributed as dist
     from step_arms import make_model
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    bagua.init_process_group(backend="gloo")
     torch.manual_seed(0)
-    model = make_model()
-    arms = {name: Arm(name, model) for name in arguments.arms}
+    ways, model = (ARMS_OF_BOXES, make_model(WIDTH)) if arguments.boxes else (ARMS, make_model())
+    arms = {name: Arm(ways[name], model) for name in arguments.arms}
     for arm in arms.values():
-        arm.seconds_per_step(WARM_UP)
+        arm.measured(WARM_UP)
     seconds = {name: [] for name in arms}
     for pair in range(arguments.pairs):
         for name in arguments.arms if pair % 2 == 0 else reversed(arguments.arms):
-            seconds[name].append(arms[name].seconds_per_step(arguments.steps))
-    figures = {"arms": {}, "parameters": sum(p.numel() for p in model.parameters())}
-    for name, arm in arms.items():
-        figures["arms"][name] = summarise(name, arm, arms, seconds)
+            seconds[name].append(arms[name].measured(arguments.steps))
+    numel = sum(p.numel() for p in model.parameters())
+    figures = {"ranks": dist.get_world_size(), "parameters": numel, "arms": {}}
+    for name in arms:
+        figures["arms"][name] = summarise(name, arms, seconds)
     if dist.get_rank() == 0:
         Path(arguments.output).write_text(json.dumps(figures))
     dist.barrier()
 
 
-def summarise(name, arm, arms, seconds):
+def summarise(name, arms, seconds):
     """Figures of an arm; RuntimeError where it has trained to other weights than its peer."""
+    arm = arms[name]
     figures = {
         "median_seconds": statistics.median(seconds[name]),
         "min_seconds": min(seconds[name]),
         "bytes_through_bagua_per_step": arm.bytes_per_step(),
-        "wire_bytes_per_step": arm.wire_bytes / arm.steps,
+        "link_bytes_per_step": arm.link_bytes / arm.steps,
     }
-    peer = PEERS.get(name)
+    if "fsdp" in seconds:
+        ratios = [b / a for a, b in zip(seconds["fsdp"], seconds[name], strict=True)]
+        figures["to_fsdp"] = statistics.median(ratios)
+    peer = arm.way.peer
     if peer in seconds:
         ratios = [a / b for a, b in zip(seconds[peer], seconds[name], strict=True)]
         figures[f"speed_over_{peer}"] = statistics.median(ratios)
@@ -148,31 +199,38 @@ def run_rate(arguments, rate):
     """Starts the ranks on a network of that many Mbit/s ("none": loopback); returns the figures."""
     steps = 1 if arguments.quick else 10 if rate == "none" else 2
     options = ["--arms", *arguments.arms, "--pairs", arguments.pairs, "--steps", steps]
+    ranks, links = RANKS, {}
+    if arguments.boxes:
+        options, ranks = ["--boxes", *options], BOXES * RANKS_OF_A_BOX
+        links = {"ranks_per_link": RANKS_OF_A_BOX, "inside": INSIDE_MBIT}
     before = os.getloadavg()[0]
-    return {"load_before": before, **figures_of(rate, __file__, options, RANKS)}
+    return {"load_before": before, **figures_of(rate, __file__, options, ranks, **links)}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one pair of one step")
-    parser.add_argument("--rates", nargs="+", default=["none", "200"], help="Mbit/s or none")
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--boxes", action="store_true", help="two, of two ranks each")
+    parser.add_argument("--rates", nargs="+", help="Mbit/s or none (none 200; with --boxes 10)")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS | ARMS_OF_BOXES))
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rank-output", dest="output", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.output:
         return run_rank(arguments)
+    arguments.rates = arguments.rates or (["10"] if arguments.boxes else ["none", "200"])
+    arguments.arms = arguments.arms or list(ARMS_OF_BOXES if arguments.boxes else ARMS)
     if arguments.quick:
         arguments.pairs = 1
     rates = {}
     for rate in arguments.rates:
         print(f"rate {rate}", file=sys.stderr, flush=True)
         rates[rate] = run_rate(arguments, rate)
-    payload = {"machine": machine(), "ranks": RANKS, "rates_mbit": rates}
+    payload = {"machine": machine(), "rates_mbit": rates}
     print(json.dumps(payload, indent=2))
     if not arguments.quick:
-        write_results("bench_fsdp", payload)
+        write_results("bench_boxes" if arguments.boxes else "bench_fsdp", payload)
 
 
 if __name__ == "__main__":

@@ -237,3 +237,67 @@ def test_the_command_that_the_doctor_prints_is_taken_and_has_its_figures(capsys,
         "100 million parameters in float32, of which a rank alone computes a step in 1.5 s" in told
     )
     assert "3 ranks, 58 Mbit/s, 81 ms there and back" in told
+
+
+#: Rows of docs/sharded-over-ethernet.md: over all ranks those in 8 bits of the three units that
+#: FSDP2 sends (a unit is half an all-reduce), or the formula between copies of a shard.
+OVER_ALL = {
+    "FSDP2 or ZeRO-3 over all ranks": 0,
+    "over all, gradients in 8 bits": 1,
+    "over all, gradients and weights in 8 bits": 3,
+}
+BETWEEN_COPIES = {
+    "HSDP, exact": "gradient_allreduce",
+    "HSDP, 8 bits": "bytegrad, 8 bits",
+    "HSDP, 4 bits with residuals": "bytegrad, 4 bits",
+    "rounds of 100 steps, 4 bits": ROUNDS,
+}
+
+
+def of_boxes(way, size, boxes=2, ranks=8):
+    """Bytes that a rank sends to other boxes, or over all to all, and those of a box's link."""
+    setting = Setting(1.0, size, 1e9, 1e-4, interval=100)
+    if way in BETWEEN_COPIES:
+        shard = setting._replace(bytes=size / ranks)
+        sent = ALGORITHMS[BETWEEN_COPIES[way]](shard, boxes).bytes
+        return sent, ranks * sent
+    everyone = boxes * ranks
+    exact, eight = (
+        units / 2 * ALGORITHMS[name](setting, everyone).bytes
+        for units, name in (
+            (3 - OVER_ALL[way], "gradient_allreduce"),
+            (OVER_ALL[way], "bytegrad, 8 bits"),
+        )
+    )
+    # A ring crosses a link once; compressed parts go directly to each of the ranks outside.
+    outside = ranks * (everyone - ranks) / (everyone - 1)
+    return exact + eight, exact + outside * eight
+
+
+def test_the_page_about_sharded_models_has_the_bytes_and_seconds_of_the_formulae():
+    text = (REPOSITORY / "docs/sharded-over-ethernet.md").read_text()
+    _, rows = rows_of(text, "| way | a rank sends, GB |")
+    assert list(rows) == [*OVER_ALL, *BETWEEN_COPIES]
+    for way, (sent, carried, seconds) in rows.items():
+        expected = [of_boxes(way, 4e9 * billions) for billions in (1, 7, 70)]
+        on_link = expected[1][1] * 8
+        assert sent == " · ".join(f"{a / 1e9:.3g}" for a, _ in expected), way
+        assert carried == " · ".join(f"{b / 1e9:.3g}" for _, b in expected), way
+        assert seconds == " · ".join(f"{on_link / rate:.3g}" for rate in (1e9, 1e10, 2.5e10)) + " s"
+
+
+def test_measured_bytes_of_sharded_models_are_those_of_the_formulae():
+    text = (REPOSITORY / "docs/sharded-over-ethernet.md").read_text()
+    _, rows = rows_of(text, "| way | seconds per step | to FSDP2 |")
+    numel = 709284  # of benchmarks/bench_fsdp.py --boxes
+    for (way, (seconds, to_fsdp, measured)), name in zip(
+        rows.items(), [*OVER_ALL, *BETWEEN_COPIES], strict=True
+    ):
+        carried = of_boxes(name, 4 * numel, ranks=2)[1] / 1e6
+        if name == "FSDP2 or ZeRO-3 over all ranks":
+            carried *= 4 / 3  # gloo sums the exact gradients of shards by an all-reduce
+        if name == "rounds of 100 steps, 4 bits":
+            carried *= 2  # measured with rounds of 50
+        assert float(measured) == pytest.approx(carried, rel=0.04), way
+        ratio = float(seconds) / float(next(iter(rows.values()))[0])
+        assert float(to_fsdp) == pytest.approx(ratio, rel=0.03), way
