@@ -4,11 +4,13 @@ Accelerate constructs torch's ``DistributedDataParallel`` in ``prepare``, and as
 ``DistributedDataParallelKwargs`` to register a communication hook. :func:`use` replaces that
 handler by one that registers a hook of :mod:`bagua.comm_hooks`. For algorithms that do more than
 reduce gradients, ``prepare`` calls ``bagua.wrap`` in place of ``DistributedDataParallel``. Where
-Accelerate shards by FSDP2, ``prepare`` is followed by ``bagua.fsdp.compress``.
+Accelerate shards by FSDP2, ``prepare`` is followed by ``bagua.fsdp.compress``, or for rounds by
+``bagua.wrap`` between the copies.
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -25,14 +27,17 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from bagua import comm_hooks
 from bagua._core.group.warn import warn
 from bagua._core.state.saved_values import copied
+from bagua._core.state.shards import is_sharded
 from bagua._sync.handle import LaneHandle
 from bagua.torch_api import wrap
 from bagua.torch_api._rank_state import rank_state, restore, shared_weights
 from bagua.torch_api._session import Session, is_owned
-from bagua.torch_api.algorithms import Algorithm, ByteGradAlgorithm
+from bagua.torch_api.algorithms import Algorithm, ByteGradAlgorithm, DiLoCoAlgorithm
 from bagua.torch_api.distributed import BaguaModule
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from bagua import fsdp
 
 __all__ = ["TESTED", "Hooks", "install", "use"]
@@ -64,12 +69,27 @@ class Wrapped:
         self.session.bagua_samples(number)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: the algorithm's and, where ranks differ, weights and optimizers."""
+        """This rank's state: the algorithm's and, where ranks differ, weights and optimizers.
+
+        NotImplementedError for a sharded model, as Accelerate saves shards of one island.
+        """
+        self._refuse_shards()
         return rank_state(self.session)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`; an empty one begins anew, with a warning."""
+        self._refuse_shards()
         restore(self.session, state or None, "give use() that algorithm")
+
+    def _refuse_shards(self) -> None:
+        if any(map(is_sharded, self.session.module.parameters())):
+            raise NotImplementedError(
+                "use: Accelerate's checkpoints have the shards of one island, not what each has "
+                "trained. Save and load by torch.distributed.checkpoint, "
+                '{"training": PerRank(model), "algorithm": model.bagua_algorithm}, as '
+                "docs/examples/islands.py does; the weights of all alone by get_state_dict or "
+                "save_model after model.bagua_algorithm.sync()"
+            )
 
 
 Handle: TypeAlias = "comm_hooks.Handle | fsdp.Handle | Wrapped"
@@ -155,9 +175,11 @@ def use(accelerator: accelerate.Accelerator, algorithm: str | Algorithm) -> Hook
     ``DistributedDataParallel``: ``prepare`` gives the model and its optimizers, in one call, to
     ``bagua.wrap``. Of a model that Accelerate shards by FSDP2 (``fsdp_version=2``), ``bytegrad``
     compresses the gradients between shards, or between the copies of HSDP, as
-    ``bagua.fsdp.compress`` does. ``accelerator.save_state`` and ``load_state`` include what the
-    algorithm remembers; weights that differ between ranks are saved by each rank, and of ``diloco``
-    the anchor is what ``save_state``, ``save_model`` and ``get_state_dict`` show.
+    ``bagua.fsdp.compress`` does; with ``diloco`` the copies are islands, which meet in rounds, and
+    are saved by ``torch.distributed.checkpoint``. Otherwise ``accelerator.save_state`` and
+    ``load_state`` include what the algorithm remembers; weights that differ between ranks are saved
+    by each rank, and of ``diloco`` the anchor is what ``save_state``, ``save_model`` and
+    ``get_state_dict`` show.
 
     Args:
         algorithm: a registered name, or an object of ``bagua.torch_api.algorithms``.
@@ -171,7 +193,8 @@ def use(accelerator: accelerate.Accelerator, algorithm: str | Algorithm) -> Hook
             of Accelerate has no handler of ``DistributedDataParallel``. From ``prepare``: a model
             without the optimizer that the algorithm needs.
         NotImplementedError: the accelerator shards models by FSDP1, DeepSpeed or another engine,
-            or compiles with XLA; FSDP2 with another algorithm than ``bytegrad``.
+            or compiles with XLA; FSDP2 with another algorithm than ``bytegrad``, or ``diloco``
+            between copies. From ``save_state`` and ``load_state``: such islands.
         ValueError: the accelerator's handler has its own communication hook.
     """
     # Checks
@@ -195,7 +218,7 @@ def install(accelerator: accelerate.Accelerator, algorithm: str | Algorithm, hoo
     """Have ``accelerator`` add a hook of ``algorithm`` to ``hooks`` for each model it prepares."""
     # Checks
     if getattr(accelerator, "is_fsdp2", False):
-        algorithm = _of_shards(algorithm)
+        algorithm = _of_shards(accelerator, algorithm)
     else:
         _check_parallelism(accelerator)
     _check_accelerator(accelerator)
@@ -206,15 +229,25 @@ def install(accelerator: accelerate.Accelerator, algorithm: str | Algorithm, hoo
     accelerator.__class__ = _checking(type(accelerator))
 
 
-def _of_shards(algorithm: str | Algorithm) -> ByteGradAlgorithm:
-    """``algorithm``, where it is one that ``bagua.fsdp.compress`` can work by."""
+def _of_shards(accelerator: accelerate.Accelerator, algorithm: str | Algorithm) -> Algorithm:
+    """``algorithm``, where it is one that can work between shards or copies of FSDP2."""
     if isinstance(algorithm, str):
         algorithm = Algorithm.init(algorithm)
+    if isinstance(algorithm, DiLoCoAlgorithm):
+        if accelerator.torch_device_mesh is None or "dp_replicate" not in (
+            accelerator.torch_device_mesh.mesh_dim_names or ()
+        ):
+            raise NotImplementedError(
+                "use: this Accelerator shards one copy of the model over all ranks, and rounds are "
+                "between copies: ParallelismConfig(dp_replicate_size=islands, dp_shard_size=ranks "
+                "of an island)"
+            )
+        return algorithm
     if not isinstance(algorithm, ByteGradAlgorithm):
         raise NotImplementedError(
             f"use: this Accelerator trains by FSDP2, where {type(algorithm).__name__} cannot: take "
-            "ByteGradAlgorithm(codec=..., error_feedback=...), or leave use() out for exact "
-            "gradients. Rounds between sharded models need a loop: docs/islands.md"
+            "ByteGradAlgorithm(codec=..., error_feedback=...), DiLoCoAlgorithm(...) between copies "
+            "of the model, or leave use() out for exact gradients"
         )
     if algorithm.hierarchical or not algorithm.average:
         raise NotImplementedError(
@@ -299,17 +332,25 @@ class _Handler(DistributedDataParallelKwargs):  # type: ignore[misc]
         """Whether the algorithm does more than a communication hook can. Every rank asks."""
         return not comm_hooks.is_hook(self._bagua[2])
 
-    def finish(self, parts: Sequence[Any], ranks: int) -> None:
-        """Check, or wrap, the modules of a call of ``prepare`` between several ``ranks``."""
+    def finish(self, parts: Sequence[Any], ranks: int, islands: DeviceMesh | None = None) -> None:
+        """Check, or wrap, the modules of a call of ``prepare`` between several ``ranks``.
+
+        islands: of the ranks that hold the same shard, where FSDP2 shards inside of islands.
+        """
         optimizers = [part for part in parts if isinstance(part, AcceleratedOptimizer)]
         for part in parts:
             if isinstance(part, torch.nn.Module):
                 if self.wraps:
-                    self._wrap(part, [optimizer.optimizer for optimizer in optimizers])
+                    self._wrap(part, [optimizer.optimizer for optimizer in optimizers], islands)
                 else:
                     self.refuse_unhooked(part, ranks)
 
-    def _wrap(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def _wrap(
+        self,
+        model: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        islands: DeviceMesh | None,
+    ) -> None:
         _, scaler, algorithm, hooks = self._bagua
         if isinstance(algorithm, str):
             algorithm = Algorithm.init(algorithm)
@@ -328,7 +369,7 @@ class _Handler(DistributedDataParallelKwargs):  # type: ignore[misc]
                 "model, optimizer = accelerator.prepare(model, optimizer)"
             )
         # safetensors loads no weights that are views of a bucket.
-        wrapped = wrap(model, own, algorithm, do_flatten=None, grad_scaler=scaler)
+        wrapped = wrap(model, own, algorithm, islands, do_flatten=None, grad_scaler=scaler)
         hooks.add(model, Wrapped(wrapped))
 
     def compress(self, parts: Sequence[Any]) -> None:
@@ -359,19 +400,42 @@ class _Handler(DistributedDataParallelKwargs):  # type: ignore[misc]
         )
 
 
+class _OfAnIsland:
+    """A ``ParallelismConfig`` whose copies of the model are left out where FSDP2 shards."""
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        names = super().fsdp_dim_names  # type: ignore[misc]
+        return [name for name in names if name != "dp_replicate"]
+
+
 class _Checking:
     """Methods of an ``Accelerator`` that differ with an algorithm."""
 
     num_processes: int
     is_fsdp2: bool
+    torch_device_mesh: DeviceMesh
     ddp_handler: _Handler
+
+    @property
+    def parallelism_config(self) -> Any:
+        """As Accelerate's; with rounds FSDP2 shards inside of an island, without its copies."""
+        found = super().parallelism_config  # type: ignore[misc]
+        if found is None or not (self.is_fsdp2 and self.ddp_handler.wraps):
+            return found
+        found = copy.copy(found)
+        found.__class__ = type(type(found).__name__, (_OfAnIsland, type(found)), {})
+        return found
 
     def prepare(self, *args: Any, **options: Any) -> Any:
         """As Accelerate's; RuntimeError where the ranks would train a module apart."""
         prepared = super().prepare(*args, **options)  # type: ignore[misc]
         if self.num_processes > 1:
             parts = prepared if isinstance(prepared, (list, tuple)) else (prepared,)
-            if self.is_fsdp2:
+            if self.is_fsdp2 and self.ddp_handler.wraps:
+                islands = self.torch_device_mesh["dp_replicate"]
+                self.ddp_handler.finish(parts, self.num_processes, islands)
+            elif self.is_fsdp2:
                 self.ddp_handler.compress(parts)
             else:
                 self.ddp_handler.finish(parts, self.num_processes)
