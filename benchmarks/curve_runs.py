@@ -136,10 +136,16 @@ class TrainingWithDdp(Training):
 
 
 def curve(
-    task: Task, arm: str, seed: int, data: tuple[torch.Tensor, ...], steps: int, points: int
+    task: Task,
+    arm: str,
+    seed: int,
+    data: tuple[torch.Tensor, ...],
+    steps: int,
+    points: int,
+    kind: type[Training] = Training,
 ) -> dict[str, list[float]]:
     """Loss, accuracy and bytes sent by rank 0 at `points` equal distances of `steps`."""
-    training = Training(task, arm, seed, data)
+    training = kind(task, arm, seed, data)
     schedule = torch.optim.lr_scheduler.LinearLR(training.optimizer, 1.0, 0.05, steps)
     figures: dict[str, list[float]] = {"step": [], "loss": [], "accuracy": [], "bytes": []}
     due = {round(steps * (i + 1) / points) for i in range(points)}
