@@ -30,6 +30,7 @@ ARMS = {
     "100 steps, 4 bits": lambda: DiLoCoAlgorithm(codec="int4_block"),
     "50 steps, 4 bits": lambda: DiLoCoAlgorithm(interval=50, codec="int4_block"),
     "20 steps, 4 bits": lambda: DiLoCoAlgorithm(interval=20, codec="int4_block"),
+    "10 steps, 4 bits": lambda: DiLoCoAlgorithm(interval=10, codec="int4_block"),
 }
 
 
