@@ -49,9 +49,9 @@ class WideArea:
     """A context manager: `ranks` namespaces, whose device wan0 leads to all others.
 
     `rtt_ms`: of every pair; half of it is the delay of a path. `mbit`: of the connection of each
-    namespace, up and down; None: any rate. `congestion`: the namespaces' default for TCP; reno takes
-    a lost packet for congestion, as the usual cubic does, which not every kernel allows here; None:
-    the machine's. Serves `run_on_network` as a `Network` does.
+    namespace, up and down; None: any rate. `congestion`: their default for TCP; reno takes a lost
+    packet for congestion, as the usual cubic does, which not every kernel allows here; None: the
+    machine's. Serves `run_on_network` as a `Network` does.
     """
 
     def __init__(self, ranks, rtt_ms=0.0, mbit=None, seed=1, congestion="reno"):
