@@ -186,7 +186,7 @@ ATTACKS = [
            message(damaged), "must ascend below 1000"),
     Attack("message/object", "a broadcast object that calls os.system",
            lambda _: objects._read(bytearray(of_files.ARCHIVES["code"]), 3, "broadcast_object"),
-           "came from rank 3 cannot be read"),
+           "came from rank 3 cannot be read as plain data: it needs os.system, which is not"),
     Attack("store/number", "a port beyond all ports",
            stored(rendezvous.stored_number, b"9" * 30, 2**16), "no number from 0 to"),
     Attack("store/lines", "the ranks' plan, as a deep list",

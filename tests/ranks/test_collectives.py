@@ -158,6 +158,8 @@ def test_an_object_reaches_every_rank_and_code_does_not(ranks):
             assert results[name] == OBJECTS[name]
         assert results["inside"] == ("of rank 0" if rank == 0 else "of rank 2")
         assert refused.startswith("TypeError: broadcast_object: rank 0's object cannot be sent")
+        assert "weights_only" not in refused
+        assert (f"it needs {NotPlain.__module__}.NotPlain, which is" in refused) == (rank == 0)
         assert results["after"] == 1
 
 

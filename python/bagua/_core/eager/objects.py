@@ -18,6 +18,8 @@ from bagua._core.group.process_group import Comm, member_of
 _PIECE_BYTES = 64 * 1024**2
 # torch.load reads older formats too; only torch.save's present one, a zip archive, is sent.
 _ARCHIVE = b"PK\x03\x04"
+# Of a reason why bytes cannot be read, which may quote them: classes, and letters.
+_MOST_NAMES, _LONGEST = 5, 500
 
 
 def broadcast_object(obj: Any, src: int = 0, comm: Comm = None) -> Any:
@@ -141,4 +143,18 @@ def _encode(obj: Any) -> tuple[bytearray, Exception | None]:
 def _decode(payload: bytearray) -> Any:
     if not payload.startswith(_ARCHIVE):
         raise ValueError("they are no archive of torch.save")
-    return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+    try:
+        return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+    except Exception as error:  # noqa: BLE001 - the bytes may be anything
+        raise ValueError(_why(payload, error)) from None
+
+
+def _why(payload: bytearray, error: Exception) -> str:
+    """Names the classes that are not allowed here: torch's text advises to read them anyway."""
+    try:
+        found = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(payload))
+    except Exception:  # noqa: BLE001 - as above
+        found = []
+    names = ", ".join(sorted(found)[:_MOST_NAMES])
+    text = f"it needs {names}, which is not allowed here" if found else str(error)
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:_LONGEST])
