@@ -185,12 +185,15 @@ void OpenedSockets::give_up_after(std::chrono::milliseconds silence) const {
   }
 }
 
+bool OpenedSockets::is_measured(const OpenFile& file) const {
+  return measured_.empty() ? !before_.contains(file) : measured_.contains(file);
+}
+
 bool OpenedSockets::control_congestion_by(const std::string& algorithm) const {
   const auto length = static_cast<socklen_t>(algorithm.size());
   bool allowed = true;
   for (const OpenFile& file : open_files()) {
-    const bool counts = measured_.empty() ? !before_.contains(file) : measured_.contains(file);
-    if (!counts || !is_tcp(file.number)) continue;
+    if (!is_measured(file) || !is_tcp(file.number)) continue;
     const auto* const name = algorithm.data();
     allowed &= setsockopt(file.number, IPPROTO_TCP, TCP_CONGESTION, name, length) == 0;
   }
@@ -206,8 +209,7 @@ std::chrono::microseconds OpenedSockets::round_trip() {
     if (one.count() == 0) continue;
     const auto known = shortest.emplace(address_of_peer(file.number), one).first;
     known->second = std::min(known->second, one);
-    const bool counts = measured_.empty() ? !before_.contains(file) : measured_.contains(file);
-    if (counts) found.insert(file);
+    if (is_measured(file)) found.insert(file);
   }
   std::chrono::microseconds longest{};
   for (const OpenFile& file : found) {

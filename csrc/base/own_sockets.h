@@ -42,8 +42,8 @@ class OpenedSockets {
   // that is stopped still acknowledges.
   void give_up_after(std::chrono::milliseconds silence) const;
 
-  // Has the kernel control their congestion by its algorithm of this name, of those connections
-  // only that round_trip() measures, if it does. Returns whether the kernel lets this process.
+  // Sets the kernel's congestion control of this name for them, or, after round_trip(), for those
+  // that it measured. Returns whether the kernel allows it to this process.
   bool control_congestion_by(const std::string& algorithm) const;
 
   // The longest time that a message takes there and back, of those connections that were there at
@@ -54,6 +54,9 @@ class OpenedSockets {
   std::chrono::microseconds round_trip();
 
  private:
+  // Whether an open file is one of those that round_trip() measures, if it is a connection.
+  bool is_measured(const OpenFile& file) const;
+
   std::set<OpenFile> before_;
   std::set<OpenFile> measured_;
 };
