@@ -9,9 +9,9 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from bagua._core.group.environment import bucket_size_among
+from bagua._core.group.environment import FAR_US, bucket_size_among
 
-FAR = 2.5e-3  # seconds of a message from which on ranks are far from each other
+FAR = FAR_US / 2e6  # seconds of a message from which on ranks are far from each other
 _LANES = 8  # buckets that are under way at a time between far ranks
 _EIGHT_BITS, _FOUR_BITS = 0.251, 0.129  # of f32
 _INTERVALS = (50, 100, 200, 500, 1000, 2000)  # of DiLoCo

@@ -39,8 +39,7 @@ TRAFFIC = (*MOVED, "shm_bytes", "wire_ns")
 
 _NCCL = "libnccl.so.2"
 
-#: Time there and back from which on members are far from each other, in microseconds.
-_FAR_US = 5000
+_FAR_US = env.FAR_US
 
 #: Of a rank among so many: the ranks with which it exchanges messages, as they do with it.
 Peers = Callable[[int, int], AbstractSet[int]]
@@ -807,15 +806,17 @@ class Connections:
                 communicator.shorten_paths()
 
     def _control_congestion(self, sockets: _C.OpenedSockets) -> None:
-        wanted, known = env.congestion_control_of_far_ranks(), env.congestion_controls()
-        self.congestion_control = known[0] if known else ""
+        wanted = env.congestion_control_of_far_ranks()
         if wanted and sockets.control_congestion_by(wanted):
             self.congestion_control = wanted
-        elif named := os.environ.get("BAGUA_CONGESTION_CONTROL"):
+            return
+        known = env.congestion_controls()
+        if os.environ.get("BAGUA_CONGESTION_CONTROL"):
             raise ValueError(
-                f"BAGUA_CONGESTION_CONTROL={named}: the kernel does not let this process choose "
+                f"BAGUA_CONGESTION_CONTROL={wanted}: the kernel does not let this process choose "
                 f"it; it has {', '.join(known)}"
             )
+        self.congestion_control = known[0] if known else ""
 
 
 class MainThreadTraffic:

@@ -180,8 +180,12 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" or host == "::1" or re.fullmatch(r"127(\.\d+){3}", host) is not None
 
 
+#: Time there and back from which on ranks are far from each other, in microseconds.
+FAR_US = 5000
+
+
 def congestion_controls() -> list[str]:
-    """Those that this kernel has for connections of TCP, such as ``"cubic"``; the default first."""
+    """The kernel's algorithms for TCP, such as ``"cubic"``; the default comes first."""
     found: list[str] = []
     for name in ("tcp_congestion_control", "tcp_available_congestion_control"):
         with suppress(OSError):

@@ -225,8 +225,7 @@ def _tell_clock(connection: socket.socket) -> None:
 
 def _send(connection: socket.socket, most_bytes: int, latency: float) -> tuple[float, float]:
     """Bytes a second, and the share of segments that were sent again."""
-    wanted = congestion_control_of_far_ranks()
-    if latency >= FAR and wanted:  # as those of a training
+    if latency >= FAR and (wanted := congestion_control_of_far_ranks()):  # as in a training
         with suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, wanted.encode())
     least = max(_SECONDS, _TRIPS_OF_TRANSFER * 2 * latency)
