@@ -119,7 +119,7 @@ class Arm:
     def measured(self, steps):
         """Mean of the seconds of consecutive steps that all ranks start together.
 
-        Of rounds a whole one; ``steps`` otherwise.
+        Where ranks meet in rounds it takes one whole round instead of ``steps``.
         """
         import torch.distributed as dist
 

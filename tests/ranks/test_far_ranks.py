@@ -120,7 +120,7 @@ def test_ranks_that_share_memory_are_near(ranks):
 
 @training.with_group
 def connect_far_ranks():
-    """What controls the congestion of torch's connections, before and after, and of bagua's."""
+    """Whether torch's connections kept their congestion control; that of bagua's, and as told."""
     before = sockets.congestion_controls()
     with called_far(1):
         _, network = trained("gradient_allreduce")

@@ -18,7 +18,7 @@ from bagua._core.group.process_group import Comm, member_of
 _PIECE_BYTES = 64 * 1024**2
 # torch.load reads older formats too; only torch.save's present one, a zip archive, is sent.
 _ARCHIVE = b"PK\x03\x04"
-# Of a reason why bytes cannot be read, which may quote them: classes, and letters.
+# Limits of an error message, which may quote the bytes: classes, and letters.
 _MOST_NAMES, _LONGEST = 5, 500
 
 

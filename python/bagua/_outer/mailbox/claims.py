@@ -65,7 +65,7 @@ def _began(pid: int) -> int | None:
 
 
 class _Life(NamedTuple):
-    """What a claim says of its process; the beat changes."""
+    """Contents of a claim; the beat changes while its process lives."""
 
     life: str
     beat: int
@@ -118,7 +118,7 @@ class Lives:
         return numbers
 
     def read(self, name: str) -> _Life | None:
-        """What a claim says; None: it is not there. Damaged: it is not one."""
+        """The contents of a claim; None: there is no such file. Damaged: it is not a claim."""
         path = f"{_FOLDER}/{name}"
         data = self._place.read(path, letters.FIXED_BYTES + letters.MOST_FIELDS)
         if data is None:

@@ -309,7 +309,7 @@ class MailboxRanks(FixedRanks):
         if intervals > 1:
             for bucket in buckets_of(loop, part):
                 for name, change in bucket.named_views():
-                    if name in names:  # buffers are no changes
+                    if name in names:  # buffers are sent whole
                         change.div_(intervals)
 
     def _weight(self, loop: OuterLoop, part: int, what: str) -> float:

@@ -279,7 +279,7 @@ class Remote:
             raise OSError(f"{type(error).__name__}: {str(error)[:500]}") from error
 
     def _in_time(self, function: Callable[[], Any], what: str, seconds: float) -> Any:
-        """Clients have no deadline, or one for each of their own retries.
+        """Clients have no deadline, or one per retry.
 
         A call that does not end is left to its thread, and repeated by who has called: files are
         created exclusively, so that it changes nothing when it ends after all.
