@@ -24,6 +24,12 @@ namespace {
 // the first send and the own part copied locally, take 1.05 times.
 constexpr int64_t kFragmentBytes = 1 << 20;
 
+// Note [Broadcasts in parts]
+// In gloo's tree the root sends a tensor ceil(log2 P) times. Where each other rank passes a part of
+// it on, all send it about once, at the same time but for a piece, and the way has two messages.
+constexpr int64_t kPiecesOfPart = 8;
+constexpr int64_t kLeastPiece = 64 << 10;
+
 // Note [Sums in the order of gloo's ring]
 // gloo cuts a tensor into parts, one per rank. That of rank p is summed on the way from rank p - 1
 // down to rank p: x[p-1] + x[p-2] + ... + x[p], modulo P. Whoever adds the same parts in this order
@@ -163,13 +169,59 @@ at::Tensor C10dCommunicator::received(const at::Tensor& like, int64_t rows, int6
 
 void C10dCommunicator::broadcast(at::Tensor& tensor, int root) {
   check_broadcast(tensor, root, group());
-  guarded(CallSite::of("broadcast", tensor, root == group().rank ? -1 : root), [&](CallSite&) {
+  guarded(CallSite::of("broadcast", tensor, root == group().rank ? -1 : root), [&](CallSite& site) {
     if (group().size == 1 || tensor.numel() == 0) return;
+    if (broadcasts_in_parts(tensor)) return broadcast_in_parts(site, tensor, root);
     std::vector<at::Tensor> tensors{flat(tensor)};
     c10d::BroadcastOptions options;
     options.rootRank = root;
     wait(backend_->broadcast(tensors, options));
   });
+}
+
+bool C10dCommunicator::broadcasts_in_parts(const at::Tensor& tensor) const {
+  if (!is_gloo_ || group().size == 2) return false;
+  const bool large = static_cast<int64_t>(tensor.nbytes()) > kFragmentBytes;
+  return short_paths_ || (large && group().size <= kMostToldDirectly);
+}
+
+// Every rank but the root has a part.
+// 1. The root sends a piece of each part, then the next piece of each. 2. Ranks pass each piece of
+// their own part on to all but the root as soon as it is there.
+void C10dCommunicator::broadcast_in_parts(CallSite& site, at::Tensor& tensor, int root) {
+  const auto [rank, size] = group();
+  const at::Tensor bytes = flat(tensor).view(at::kByte);
+  const int64_t part = (bytes.numel() + size - 2) / (size - 1);
+  const int64_t step = std::clamp(part / kPiecesOfPart, kLeastPiece, kFragmentBytes);
+  const auto piece = [&](int owner, int64_t begin) {
+    const int64_t first = (owner + size - root) % size - 1;
+    const auto at = [&](int64_t offset) {
+      return std::min(first * part + std::min(offset, part), bytes.numel());
+    };
+    return bytes.narrow(0, at(begin), at(begin + step) - at(begin));
+  };
+  std::vector<Pending> posted, mine;
+  for (int64_t begin = 0; begin < part; begin += step) {
+    for (int owner = 0; owner < size; ++owner) {
+      if (owner == root) continue;
+      if (rank == root) {
+        post_sends(site, {piece(owner, begin), owner}, posted);
+      } else if (rank == owner) {
+        post_receives(site, {piece(owner, begin), root}, mine);
+      } else {
+        post_receives(site, {piece(owner, begin), owner}, posted);
+      }
+    }
+  }
+  for (size_t number = 0; number < mine.size(); ++number) {
+    site = mine[number].site;
+    wait(mine[number].work);
+    const at::Tensor own = piece(rank, static_cast<int64_t>(number) * step);
+    for (int peer = 0; peer < size; ++peer) {
+      if (peer != root) post_sends(site, {own, peer}, posted);
+    }
+  }
+  wait_for(site, posted);
 }
 
 void C10dCommunicator::all_gather(const at::Tensor& input, at::Tensor& output) {
@@ -229,10 +281,7 @@ void C10dCommunicator::gather_awaited(CallSite& site, const at::Tensor& source,
     site = CallSite::of(site.call, source, to);
     posted.push_back({backend_->send(message, to, tag), site});
   }
-  for (const Pending& one : posted) {
-    site = one.site;
-    wait(one.work);
-  }
+  wait_for(site, posted);
   awaited_->slots[rank].copy_(source.view(at::kByte));
   target.view(at::kByte).copy_(awaited_->slots.flatten());
   await_next_gather(site);
@@ -278,10 +327,7 @@ void C10dCommunicator::all_gather_by_doubling(CallSite& site, const at::Tensor& 
     site = next->site;
     wait(next->work);
   }
-  for (const Pending& one : sent) {
-    site = one.site;
-    wait(one.work);
-  }
+  wait_for(site, sent);
   target.narrow(0, rank * slot, (size - rank) * slot)
       .copy_(held.narrow(0, 0, (size - rank) * slot));
   target.narrow(0, 0, rank * slot).copy_(held.narrow(0, (size - rank) * slot, rank * slot));
@@ -356,6 +402,19 @@ void C10dCommunicator::post_receives(CallSite& site, const Recv& recv,
   });
 }
 
+void C10dCommunicator::post_sends(CallSite& site, const Send& send, std::vector<Pending>& posted) {
+  post(site, send.tensor, send.peer, posted, [&](std::vector<at::Tensor>& message, int peer) {
+    return backend_->send(message, peer, next_tag(send_tags_[peer]));
+  });
+}
+
+void C10dCommunicator::wait_for(CallSite& site, const std::vector<Pending>& posted) {
+  for (const Pending& one : posted) {
+    site = one.site;
+    wait(one.work);
+  }
+}
+
 // Starts a message in fragments. Messages of a rank to itself are left out.
 template <typename Start>
 void C10dCommunicator::post(CallSite& site, const at::Tensor& tensor, int peer,
@@ -381,9 +440,7 @@ void C10dCommunicator::transfer(CallSite& site, c10::ArrayRef<Send> sends,
     posted_up_to.push_back(posted.size());
   }
   for (const Send& send : sends) {
-    post(site, send.tensor, send.peer, posted, [&](std::vector<at::Tensor>& message, int peer) {
-      return backend_->send(message, peer, next_tag(send_tags_[peer]));
-    });
+    post_sends(site, send, posted);
   }
   size_t waited = 0;
   const auto wait_up_to = [&](size_t end) {

@@ -56,13 +56,14 @@ class C10dCommunicator final : public Communicator {
   int64_t messages_of_all_gather(const at::Tensor& output) const override;
   void all_to_all(const at::Tensor& input, at::Tensor& output) override;
   void broadcast(at::Tensor& tensor, int root) override;
+  bool broadcasts_in_parts(const at::Tensor& tensor) const override;
   using Communicator::exchange;
   void exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
                 const OnReceived& on_received) override;
   void expect(c10::ArrayRef<Recv> recvs) override;
   // gloo's ring takes 2 (P - 1) messages, one after the other. Afterwards a sum takes two, and one
   // between two ranks, as that of at most kMostAwaitedBytes among few ranks does anyway: Note [Sums
-  // in the order of gloo's ring].
+  // in the order of gloo's ring]. A broadcast takes two: Note [Broadcasts in parts].
   void shorten_paths() override { short_paths_ = is_gloo_; }
   void abort(const std::string& reason) noexcept override;
 
@@ -97,10 +98,13 @@ class C10dCommunicator final : public Communicator {
   void post(CallSite& site, const at::Tensor& tensor, int peer, std::vector<Pending>& posted,
             Start start);
   void post_receives(CallSite& site, const Recv& recv, std::vector<Pending>& posted);
+  void post_sends(CallSite& site, const Send& send, std::vector<Pending>& posted);
+  static void wait_for(CallSite& site, const std::vector<Pending>& posted);
   void post_expected(CallSite& site, c10::ArrayRef<Recv> recvs);
   bool take_expected(const Recv& recv, std::vector<Pending>& posted);
   void await_next_gather(CallSite& site);
   void gather_awaited(CallSite& site, const at::Tensor& source, at::Tensor& target);
+  void broadcast_in_parts(CallSite& site, at::Tensor& tensor, int root);
   void reduce_directly(CallSite& site, at::Tensor& tensor, ReduceOp op);
   at::Tensor received(const at::Tensor& like, int64_t rows, int64_t numel);
   bool goes_by_doubling(const at::Tensor& output) const;

@@ -75,6 +75,9 @@ class Communicator {
 
   virtual void broadcast(at::Tensor& tensor, int root) = 0;
 
+  // Whether every rank but the root gets a part of such a tensor, and passes it on to the others.
+  virtual bool broadcasts_in_parts(const at::Tensor& /*tensor*/) const { return false; }
+
   // Point to point: every receive is posted before the first send, so that any pattern in which
   // each send has its receive is free of deadlock. Several messages between the same two ranks
   // are matched in order. A peer may be this rank itself (copied locally).

@@ -106,10 +106,17 @@ void CountingCommunicator::all_to_all(const at::Tensor& input, at::Tensor& outpu
 
 void CountingCommunicator::broadcast(at::Tensor& tensor, int root) {
   timed("bagua::broadcast", [&] { inner_->broadcast(tensor, root); });
+  const int64_t bytes = bytes_of(tensor);
+  const bool is_root = group().rank == root;
+  if (inner_->broadcasts_in_parts(tensor)) {
+    const int64_t parts = group().size - 1;
+    if (is_root) return count_sent(parts, bytes);
+    count_sent(parts - 1, (parts - 1) * bytes / parts);
+    return count_received(parts, bytes);
+  }
   const int64_t children = broadcast_children(group().rank, group().size, root);
-  const int64_t parents = group().rank == root ? 0 : 1;
-  count_sent(children, children * bytes_of(tensor));
-  count_received(parents, parents * bytes_of(tensor));
+  count_sent(children, children * bytes);
+  count_received(is_root ? 0 : 1, is_root ? 0 : bytes);
 }
 
 void CountingCommunicator::exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,

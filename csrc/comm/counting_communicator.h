@@ -46,7 +46,9 @@ struct Traffic {
 //   algorithm of gloo and, but that two ranks need one message, the one of shortened paths; exact
 //   but for the rounding of S / P.
 // - broadcast of S bytes: one message of S received by all but the root; sent to the children in
-//   gloo's binomial tree (see broadcast_children); exact on gloo, the same total elsewhere.
+//   gloo's binomial tree (see broadcast_children); exact on gloo, the same total elsewhere. In
+//   parts: P - 1 messages and S bytes sent by the root, and received by each other, who sends P - 2
+//   messages of S / (P - 1); exact but for the rounding of S / (P - 1).
 // Memory that ranks share is counted by the same rules, and in shm_bytes too.
 //
 // Thread safety: as Communicator; traffic() from any thread, each number is current, several

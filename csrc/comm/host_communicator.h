@@ -31,6 +31,9 @@ class HostCommunicator final : public Communicator {
   }
   void all_to_all(const at::Tensor& input, at::Tensor& output) override;
   void broadcast(at::Tensor& tensor, int root) override;
+  bool broadcasts_in_parts(const at::Tensor& tensor) const override {
+    return inner_->broadcasts_in_parts(tensor);
+  }
   using Communicator::exchange;
   void exchange(c10::ArrayRef<Send> sends, c10::ArrayRef<Recv> recvs,
                 const OnReceived& on_received) override;

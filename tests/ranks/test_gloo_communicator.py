@@ -192,6 +192,39 @@ def test_records_that_are_awaited_arrive_whatever_is_called_between(ranks, n):
     assert ranks(n, gather_records_among_other_calls, env=GLOO) == [[]] * n
 
 
+def broadcasts_in_parts(shortened, numels):
+    """What is wrong with broadcasts by every root, and what rank 0 sends in one of the largest."""
+    comm, wrong = connected("cpu"), []
+    if shortened:
+        comm.shorten_paths()
+    for numel in numels:
+        expected = torch.arange(numel).float() + 0.5
+        for root in range(comm.size):
+            tensor = expected.clone() if comm.rank == root else torch.full((numel,), -1.0)
+            before = comm.traffic()
+            comm.broadcast(tensor, root)
+            if not torch.equal(tensor, expected):
+                wrong.append((numel, root))
+            if root == 0:
+                sent = {key: comm.traffic()[key] - before[key] for key in before}
+    return wrong, sent["messages_sent"], sent["bytes_sent"], sent["bytes_received"]
+
+
+#: Parts that are empty, that are one piece, and that are many of 64 KiB and of more.
+PARTS = [1, 2, 5, 1000, 100_003, 3_000_001]
+
+
+@over(n=[2, 3, 4])
+def test_broadcasts_in_parts_send_from_the_root_once(ranks, n):
+    """Broadcasts over shortened paths, and large ones among few ranks."""
+    size = 4 * PARTS[-1]
+    for shortened, numels in ((True, PARTS), (False, PARTS[-2:])):
+        root, *others = ranks(n, broadcasts_in_parts, shortened, numels, env=GLOO)
+        passed = (n - 2) * size // (n - 1)
+        assert root == ([], n - 1, size, 0)
+        assert others == [([], n - 2, passed, size)] * (n - 1)
+
+
 #: Sizes that parts of gloo's ring, and its segments of 1 MiB, do and do not divide.
 NUMELS = [1, 2, 3, 7, 4099, 262144, 700_001, 2_100_000]
 
