@@ -199,6 +199,20 @@ def test_a_living_member_is_late_after_the_grace_and_returns_as_it_is(founded):
     assert gathered(members) == [(False, False)] * 3
 
 
+def test_a_member_that_is_late_again_waits_for_the_generation_after(founded):
+    _, members = founded
+    for generation in (1, 2):
+        assert gathered(members[:2], grace=0.2) == [(True, False)] * 2
+        assert members[2].gather(2, 0.2) == (True, True)
+        request = members[2].ask(returns=True)  # before the others have changed
+        found = at_once(
+            lambda request=request: members[2].join(request),
+            *(lambda m=m: time.sleep(0.3) or m.change({"rounds": 0}, 2) for m in members[:2]),
+        )
+        assert [change.generation for change in found] == [generation] * 3
+        assert [change.returned for change in found] == [[2]] * 3
+
+
 def test_who_has_not_looked_for_a_while_takes_nobody_for_dead(founded, monkeypatch):
     store, (_, other, _) = founded
     pulse, now = membership.Pulse(store), time.monotonic()

@@ -504,7 +504,8 @@ class Membership:
             while True:
                 asks = any(one.life == life for one in self._asking())
                 decision = self._newest()  # read last: it is decided before a line goes
-                if decision.members.get(self._rank) == life and self._rank in decision.joined():
+                answers = decision.generation > self.generation  # it may have come back in this one
+                if answers and decision.members.get(self._rank) == life:
                     return self._enter(decision, [])
                 pulse.look(decision.members.values())
                 if all(pulse.silent(member) for member in decision.members.values()):
