@@ -3,7 +3,7 @@
 A round with the islands C that count, of weights w (samples), and the anchor a:
 
 D   = sum over C of w_i (s(a) - x_i) / n_i / sum of w_i  x_i: at the launch of island i, which has
-                                                         launched n_i times since it counted last
+                                                         trained n_i intervals since it counted last
 m  <- mu m + D;   u = D + mu m;   a' = a - eta u
 x_i <- x_i + s(a') - x_i of its launch                   for i in C
 x_j <- x_j + s(a') - s(a)                                for j not in C, when it hears of the round

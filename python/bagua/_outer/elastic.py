@@ -21,7 +21,8 @@ With a grace a round begins with an agreement in the store on who has come in ti
 before the round, which is made in the next training forward. A rank that was late learns it when
 it comes. It asks to join and keeps its weights, optimizers and residuals; it gets anchors, momentum
 and counters, and its weights move with the anchors: what it has trained is in the next
-pseudo-gradient.
+pseudo-gradient, divided where it is of more than an interval, as of a fragment whose turn has
+passed.
 
 Note [Islands of several ranks]
 Each rank of an island has a separate group with those of its rank in other islands, and between
@@ -55,12 +56,13 @@ from bagua._core.group.membership import (
 )
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.group.warn import warn_here
+from bagua._outer.late import LateWeights
 from bagua._outer.loop import broadcast_fragments
-from bagua._outer.strategies import Elastic, FixedRanks
+from bagua._outer.strategies import Elastic, FixedRanks, RankWeights
 
 if TYPE_CHECKING:
     from bagua._core.group.connections import Connections
-    from bagua._outer.loop import OuterLoop, OuterState
+    from bagua._outer.loop import OuterLoop, OuterState, Schedule
 
 #: Changes in a row that may fail before the training does.
 _MOST_ATTEMPTS = 5
@@ -142,6 +144,11 @@ class ElasticRanks(FixedRanks):
 
     # A round.
 
+    def weights(self, own: RankWeights, schedule: Schedule) -> RankWeights:
+        if self._elastic.grace is None:
+            return own
+        return LateWeights(own, schedule.fragments, schedule.interval)
+
     def gathered(self, part: int) -> bool:
         grace = self._elastic.grace
         if grace is None:
@@ -218,6 +225,8 @@ class ElasticRanks(FixedRanks):
         self._missed = None if pending is None else pending.fragment.part
         if self.failure is not None:  # what the failed round was of is not in an anchor
             loop.state.train_all()
+            if self._missed is not None:
+                loop.state.rank_weights.fail(self._missed)
         postponed = -1 if self.postponed is None else self.postponed
         report = loop.state.counters | {"postponed": postponed + 1}
         for attempt in range(_MOST_ATTEMPTS):

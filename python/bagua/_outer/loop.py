@@ -117,6 +117,7 @@ class OuterLoop(Synchronizer):
     def _after_step(self) -> None:
         """1. This rank has made a step: use the result and launch the round that are due."""
         self.state.steps += 1
+        self.state.rank_weights.step()
         self.state.train_all()
         self._attempt(self._make_rounds)
         if self.state.steps == self.schedule.interval:
@@ -136,10 +137,11 @@ class OuterLoop(Synchronizer):
 
     def _launch(self, fragment: Fragment, due: int) -> None:
         """2. Send the pseudo-gradients of a fragment. All ranks call it for the same rounds."""
-        fragment.launch(self._local.weights(), self._means)
+        samples = self.state.rank_weights.launch(fragment.part, self._local.name)
+        intervals = self.state.rank_weights.intervals(fragment.part)
+        fragment.launch(self._local.weights(), self._means, intervals)
         if self._is_last(fragment):
             _copy(self._local.mean_buffers(), self._buffers)
-        samples = self.state.rank_weights.launch(fragment.part, self._local.name)
         with self._ranks.held():
             self.engine.begin_round(part=fragment.part, samples=samples)
             self.engine.mark_all()
@@ -215,7 +217,7 @@ class OuterLoop(Synchronizer):
         if broken:
             whose = _STARTS_AGAIN.format(broken)
         if not own:
-            self.take_anchors()
+            self.begin_at_anchors()
             _clear_non_finite(self._local.optimizers)
         warn(
             f"module '{self._local.name}': the average of an outer round is not finite, and "
@@ -246,10 +248,10 @@ class OuterLoop(Synchronizer):
         self, grad_scale: float = 1.0, result_scale: float = 1.0, samples: float | None = None
     ) -> bool:
         self._refuse_inside_anchor("a training forward")
-        if samples is not None:
-            self.state.rank_weights.count(samples)
         self._attempts.forward()
         self._resume()
+        if samples is not None:
+            self.state.rank_weights.count(samples)
         return False
 
     def wait(self) -> None:
@@ -275,9 +277,15 @@ class OuterLoop(Synchronizer):
         self._start_at_anchors()
 
     def _start_at_anchors(self) -> None:
-        self.take_anchors()
+        self.begin_at_anchors()
         self.state.trained.clear()
         self.state.steps = 0
+
+    def begin_at_anchors(self) -> None:
+        """Give the weights the anchors, and forget what was trained."""
+        self.take_anchors()
+        for fragment in self.state.fragments:
+            self.state.rank_weights.forget(fragment.part)
 
     def make_postponed(self) -> None:
         """Make the round that waited for a change of ranks. All call it before a forward."""
@@ -402,6 +410,7 @@ class OuterLoop(Synchronizer):
         if not all_found:
             self.end_together()
             self._start_at_anchors()
+        self._ranks.resume(self)
 
 
 class Schedule:
@@ -491,10 +500,16 @@ class Fragment:
         self._launched = [weight.detach().clone() for weight in weights.values()] if keeps else []
 
     def launch(
-        self, weights: Mapping[str, torch.Tensor], means: Mapping[str, torch.Tensor]
+        self,
+        weights: Mapping[str, torch.Tensor],
+        means: Mapping[str, torch.Tensor],
+        intervals: float,
     ) -> None:
+        """Write the changes of the weights, which are of several ``intervals``, to ``means``."""
         own = self._of(means)
         _C.take_deltas(self._of(weights), self.anchors, own, self._launched)
+        for change in own if intervals > 1 else ():
+            change.div_(intervals)
         self.own_norm = math.sqrt(self._inner_product(own, own))
 
     def step(self, means: Mapping[str, torch.Tensor]) -> dict[str, float | None]:

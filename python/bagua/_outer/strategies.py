@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from bagua._ops import operations
 from bagua._ops.operations import Operation
 
 if TYPE_CHECKING:
-    from bagua._outer.loop import Fragment, OuterLoop, OuterState
+    from bagua._outer.loop import Fragment, OuterLoop, OuterState, Schedule
     from bagua.torch_api.bucket import BaguaBucket
 
 
@@ -35,7 +36,8 @@ class Elastic:
         quorum: ranks, or islands, that a round needs: all raise when fewer are left.
         grace: seconds that a round waits for late ranks at most. Once the quorum has come it
             waits twice as long as that took, at least a second, and goes on without the others; a
-            late rank's steps count in its next round. None: it waits for all that live.
+            late rank's steps count in its next round, divided where they are more than an
+            interval's. None: it waits for all that live.
 
     Raises:
         ValueError: ``quorum`` or ``grace`` is not positive.
@@ -85,6 +87,13 @@ class FixedRanks:
         """The round of a fragment is due: whether to make it now, with these ranks."""
         return True
 
+    def weights(self, own: RankWeights, schedule: Schedule) -> RankWeights:
+        """The ranks' weights in the rounds of a new state: ``own``, which it may wrap."""
+        return own
+
+    def resume(self, loop: OuterLoop) -> None:
+        """A checkpoint has been loaded, and no step has been made since."""
+
     def order(self, fragments: Iterable[Fragment]) -> Iterable[Fragment]:
         """The rounds of ``sync()``, which is to make one of each of ``fragments``."""
         return fragments
@@ -129,11 +138,40 @@ class FixedRanks:
         return {}
 
 
+class SinceRound:
+    """A number by fragment since its last round, and what it was at the launch under way."""
+
+    def __init__(self, fragments: int) -> None:
+        self.numbers = torch.zeros(fragments, 2, dtype=torch.float64, device="cpu")
+
+    def add(self, number: float) -> None:
+        self.numbers[:, 0] += number
+
+    def launch(self, part: int) -> float:
+        self.numbers[part, 1] = self.numbers[part, 0]
+        return float(self.numbers[part, 0])
+
+    def launched(self, part: int) -> float:
+        return float(self.numbers[part, 1])
+
+    def settle(self, part: int, most: float = math.inf) -> None:
+        """Take away what the launch had, but no more than ``most``."""
+        self.numbers[part] -= min(self.launched(part), most)
+
+    def forget(self, part: int) -> None:
+        self.numbers[part] = 0
+
+
 class RankWeights:
     """All ranks count alike."""
 
+    by_samples = False
+
     def count(self, samples: float) -> None:
         """This rank trains on so many more."""
+
+    def step(self) -> None:
+        """This rank has made a step."""
 
     def launch(self, part: int, name: str) -> float | None:
         """The samples that fragment ``part``, which is launched, is of; None: ranks count alike.
@@ -146,8 +184,18 @@ class RankWeights:
         """Of this rank in the round of fragment ``part`` that it launches."""
         return 1.0
 
+    def intervals(self, part: int) -> float:
+        """By which the change of fragment ``part``, which has been launched, is divided."""
+        return 1.0
+
     def settle(self, part: int) -> None:
-        """The last round of a fragment has been made: its samples are in the anchor."""
+        """The last round of a fragment has been made: this rank's part is in the anchor."""
+
+    def fail(self, part: int) -> None:
+        """The last round of a fragment has failed on all ranks, and the next one carries it."""
+
+    def forget(self, part: int) -> None:
+        """The weights of a fragment are its anchor: nothing has been trained."""
 
     def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(key, tensor) of this rank's; writes into the tensors take effect."""
@@ -160,30 +208,33 @@ class RankWeights:
 class SampleWeights(RankWeights):
     """Weighs pseudo-gradients by the samples that ranks have trained on since the last round."""
 
+    by_samples = True
+
     def __init__(self, fragments: int) -> None:
-        # By fragment: samples since its last round, and those of the round under way.
-        self._samples = torch.zeros(fragments, 2, dtype=torch.float64, device="cpu")
+        self._samples = SinceRound(fragments)
         self._said = False
 
     def count(self, samples: float) -> None:
-        self._samples[:, 0] += samples
+        self._samples.add(samples)
         self._said = True
 
     def launch(self, part: int, name: str) -> float | None:
-        if not self._said and not self._samples[part, 0]:
+        samples = self._samples.launch(part)
+        if not self._said and not samples:
             raise _C.BaguaError(
                 f"module '{name}': weight=\"samples\", but this rank has not said any: call "
                 "model.bagua_samples() before the forward of each step"
             )
-        self._samples[part, 1] = self._samples[part, 0]
-        return float(self._samples[part, 0])
+        return samples
 
     def weight(self, part: int) -> float:
-        return float(self._samples[part, 1])
+        return self._samples.launched(part)
 
     def settle(self, part: int) -> None:
-        self._samples[part, 0] -= self._samples[part, 1]
-        self._samples[part, 1] = 0
+        self._samples.settle(part)
+
+    def forget(self, part: int) -> None:
+        self._samples.forget(part)
 
     def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield "samples", self._samples
+        yield "samples", self._samples.numbers

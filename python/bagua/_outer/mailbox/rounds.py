@@ -38,6 +38,7 @@ from bagua._core.state.ledger import Page
 from bagua._ops import operations
 from bagua._ops.operations import Operation
 from bagua._outer import leaving
+from bagua._outer.late import LateWeights
 from bagua._outer.loop import OuterLoop, PendingRound, digest_of
 from bagua._outer.mailbox import Mailbox, letters
 from bagua._outer.mailbox.bodies import body_bytes, buckets_of, encode
@@ -52,7 +53,7 @@ from bagua._outer.strategies import FixedRanks, RankWeights
 from bagua._sync.engine import describe
 
 if TYPE_CHECKING:
-    from bagua._outer.loop import Fragment
+    from bagua._outer.loop import Fragment, Schedule
     from bagua.torch_api.bucket import BaguaBucket
 
 Value = TypeVar("Value")
@@ -98,7 +99,6 @@ class MailboxRanks(FixedRanks):
         self._job: Job[Result] | None = None  # of the round under way
         self._in_order = False  # sync() is at its rounds
         self._launches = 0
-        self._intervals: dict[int, int] = {}  # by fragment, since one of this island counted
         self._sent = -1  # the round that the last launch was for, until it is known who counts
         self._reached = -1  # rounds that are behind the anchors here, as the mailbox has them
         close_at_exit(self)
@@ -180,11 +180,13 @@ class MailboxRanks(FixedRanks):
 
     # A round.
 
+    def weights(self, own: RankWeights, schedule: Schedule) -> RankWeights:
+        return LateWeights(own, schedule.fragments, schedule.interval)
+
     def gathered(self, part: int) -> bool:
         loop = self._known_loop()
         self._catch_up(loop)
         due = loop.state.communications % len(loop.state.fragments)
-        self._intervals[due] = self._intervals.get(due, 0) + 1
         if due == part:
             return True
         # The others are elsewhere in the cycle: go on there.
@@ -199,7 +201,7 @@ class MailboxRanks(FixedRanks):
         loop = self._known_loop()
         every = loop.state.fragments
         missing = {fragment.part for fragment in fragments}
-        if type(loop.state.rank_weights) is RankWeights:  # the others may wait for this island
+        if not loop.state.rank_weights.by_samples:  # the others may wait for this island
             missing = {fragment.part for fragment in every}
         self._end(True)
         self._in_order = True
@@ -281,7 +283,6 @@ class MailboxRanks(FixedRanks):
             self._leaves = self._inside.check_equal(what, digest, told)
         weight = self._weight(loop, part, what)
         buckets = buckets_of(loop, part)
-        self._discount(loop, part)
         own, letter = None, bytearray(sum(map(body_bytes, buckets)))
         body = memoryview(letter)
         if post is not None:
@@ -300,22 +301,10 @@ class MailboxRanks(FixedRanks):
             exchange = partial(post.exchange, loop, own, letter)
             self._job = Job(exchange, self._patience())
 
-    def _discount(self, loop: OuterLoop, part: int) -> None:
-        """Divide what was trained in several intervals, as rounds before came too late.
-
-        The outer momentum would amplify a change that is several times as long and late.
-        """
-        intervals, names = self._intervals.get(part, 1), set(loop.state.fragments[part].names)
-        if intervals > 1:
-            for bucket in buckets_of(loop, part):
-                for name, change in bucket.named_views():
-                    if name in names:  # buffers are sent whole
-                        change.div_(intervals)
-
     def _weight(self, loop: OuterLoop, part: int, what: str) -> float:
         """The weight of this island in a round."""
         own = loop.state.rank_weights.weight(part)
-        by_samples = type(loop.state.rank_weights) is not RankWeights
+        by_samples = loop.state.rank_weights.by_samples
         return self._inside.total(what, own) if by_samples else own
 
     def receive(self, engine: _C.Engine) -> None:
@@ -334,8 +323,6 @@ class MailboxRanks(FixedRanks):
         for bucket in buckets_of(loop, part):
             if (page := bucket.ops[0].page) is not None:
                 page.memory.leave(self._launches, finite)
-        if self.counted and finite:
-            self._intervals[part] = 0
         self._sent = -1
 
     def _received(self, what: str) -> Result:

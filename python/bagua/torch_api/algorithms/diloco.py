@@ -357,8 +357,8 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
             )
             for part, named in enumerate(weights)
         ]
-        samples = arguments.weight == "samples"
-        return OuterState(fragments, SampleWeights(count) if samples else RankWeights())
+        own = SampleWeights(count) if arguments.weight == "samples" else RankWeights()
+        return OuterState(fragments, self._ranks.weights(own, self._schedule))
 
     def _log_rates(self, tensors: LocalTensors, fragment: Fragment) -> None:
         momentum = fragment.optimizer.param_groups[0].get("momentum")
