@@ -1,6 +1,7 @@
 """Islands that meet in a mailbox. Where one process has several they take turns."""
 
 import contextlib
+import copy
 import errno
 import gc
 import io
@@ -291,6 +292,45 @@ def test_islands_that_were_all_killed_go_on_after_the_last_round(ranks, tmp_path
     assert len(list(tmp_path.glob("anchor-*"))) == 2  # and no round before the older one
     assert len(list(tmp_path.glob("round-*"))) <= 2 * 2 + 1
     assert list(tmp_path.glob("islands/*")) == []  # given back at the end
+
+
+@training.with_group
+def loads(folder, counts, gone):
+    """What an island has trained beyond the anchors when it saved, and when that was loaded, and
+    the steps since it counted.
+
+    `counts`: it was killed after a round that had what it had saved. `gone`: others have removed
+    that round.
+    """
+    hasty(silence=0.5)
+    own = {"keep": 1 if gone else 16}
+    model, optimizer = island(folder, "oslo", mailbox=own)
+    other = island(folder, "paris", mailbox=own)
+    train(model, optimizer, range(3))  # a round, and one step of the next
+    saved = copy.deepcopy((model.state_dict(), model.bagua_algorithm.state_dict()))
+    before = differences(weights(model), anchors(model))
+    train(model, optimizer, range(3, 3 + counts))
+    killed(model)
+    train(*other, range(8))
+    del model, optimizer, other
+    begin_again()
+    model, _ = island(folder, "oslo", mailbox=own)
+    for part, state in zip((model, model.bagua_algorithm), saved, strict=True):
+        part.load_state_dict(state)
+    training.squared_error(model, training.batch(0, 0))  # the next step begins
+    steps = model.bagua_algorithm.state_dict()["rank0/trained_steps"].tolist()
+    return before, differences(weights(model), anchors(model)), steps, files_of(folder)[0]
+
+
+def test_what_a_checkpoint_has_and_a_round_after_it_counted_counts_once(ranks, tmp_path):
+    for counts, gone in itertools.product((True, False), (True, False)):
+        folder = tmp_path / f"{counts}-{gone}"
+        ((before, after, steps, rounds),) = ranks(1, loads, str(folder), counts, gone)
+        assert (1 in rounds) != gone
+        assert steps == [[1.0 - counts, 0.0]]
+        for own, found in zip(before, after, strict=True):
+            assert own.any()
+            torch.testing.assert_close(found, own * (1 - counts), rtol=0, atol=1e-6)
 
 
 def files_of(folder):

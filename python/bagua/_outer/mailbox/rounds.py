@@ -331,8 +331,21 @@ class MailboxRanks(FixedRanks):
             raise _C.BaguaError(f"{what}: the round under way has failed before")
         return job.result(f"{what},")
 
-    def _catch_up(self, loop: OuterLoop) -> None:
-        """Make the steps of rounds that were decided without this island."""
+    def resume(self, loop: OuterLoop) -> None:
+        """Make the steps that a checkpoint lacks, before anything is trained.
+
+        What contributions of this island to them had of its weights must not count again.
+        """
+        self._sent = -1
+        loop.end_together()
+        with self._until_told():
+            self._catch_up(loop, loaded=True)
+
+    def _catch_up(self, loop: OuterLoop, *, loaded: bool = False) -> None:
+        """Make the steps of rounds that were decided without this island.
+
+        ``loaded``: all that it has trained is of a checkpoint.
+        """
         what = f"{self._who(loop)}, looking for rounds"
         while True:
             number = loop.state.communications
@@ -354,8 +367,10 @@ class MailboxRanks(FixedRanks):
                 loop.use(late=loop.overlaps)
                 if not launched:  # nothing was trained for that round
                     loop.state.trained = trained
+                if counts and loaded:
+                    self._forget_trained(loop, fragment)
             elif adopts:
-                self._adopt(loop, None if isinstance(found, Result) else found, what)
+                self._adopt(loop, None if isinstance(found, Result) else found, what, loaded)
             self._reached = loop.state.communications
             if not steps and not adopts:
                 return
@@ -365,12 +380,18 @@ class MailboxRanks(FixedRanks):
         search = partial(post.missed, loop, knows)
         return self._run(loop, "looking for rounds", search)
 
-    def _adopt(self, loop: OuterLoop, found: Anchor | None, what: str) -> None:
+    def _forget_trained(self, loop: OuterLoop, fragment: Fragment) -> None:
+        """What was trained of a fragment is in the anchor."""
+        loop.give_anchor(fragment, late=False)
+        loop.state.rank_weights.forget(fragment.part)
+        loop.state.trained.discard(fragment.part)
+
+    def _adopt(self, loop: OuterLoop, found: Anchor | None, what: str, loaded: bool) -> None:
         """Go on with anchors of the mailbox; the weights move with them.
 
         The round under way is gone. Where this island counted in it the anchors have its part.
         """
-        weights = loop.weights()
+        weights, first = loop.weights(), loop.state.communications
         before = loop.state.fragments
         counters, last, fragments = found or ({}, {}, [each.copy() for each in before])
         self._inside.broadcast_fragments(fragments, what)
@@ -386,6 +407,9 @@ class MailboxRanks(FixedRanks):
                 loop.give_anchor(own, late=loop.overlaps)
             else:
                 own.follow(weights, anchors)
+        # Of rounds before the last one in which it counted nothing is known: most have its part.
+        for number in range(first, min(last_round + 1, first + len(before))) if loaded else ():
+            self._forget_trained(loop, before[number % len(before)])
         self.counted = counted is not None
         if sent is not None:
             self._end_launch(loop, True)
