@@ -78,18 +78,24 @@ def wrap_far_and_near():
     with called_far(1):
         log = training.log_of(wrap)
         far = wrap()
+        with mock.patch.object(environment, "congestion_controls", return_value=["cubic"]):
+            log_without_bbr = training.log_of(wrap)
     with called_far(10_000_000):
         near = wrap()
-    return log, far, near
+    return (log, log_without_bbr), far, near
 
 
 def test_ranks_agree_on_lanes_and_say_why_in_the_log(ranks):
-    (log, far, near), (_, others_far, others_near) = ranks(2, wrap_far_and_near, env=GLOO)
+    (logs, far, near), (_, others_far, others_near) = ranks(2, wrap_far_and_near, env=GLOO)
     assert far["lanes"] == others_far["lanes"] > 1
     assert 0 < far["round_trip_ms"] == others_far["round_trip_ms"] < 1000
     assert near["lanes"] == others_near["lanes"] == 1
-    text = str(log)
-    assert f"so {far['lanes']} bucket(s) are under way at a time (BAGUA_LANES)" in text, text
+    with_bbr, without = map(str, logs)
+    assert f"so {far['lanes']} bucket(s) are under way at a time (BAGUA_LANES)" in with_bbr
+    assert ["modprobe tcp_bbr" in text for text in (with_bbr, without)] == [
+        "bbr" not in environment.congestion_controls(),
+        True,
+    ]
 
 
 @training.with_group

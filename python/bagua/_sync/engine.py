@@ -37,6 +37,11 @@ _SECONDS_FOR_A_LAST_ROUND = 10.0
 _LANES_OF_FAR_RANKS = 8
 _CONNECTIONS_OF_LANES = 128
 
+_WITHOUT_BBR = (
+    ". The kernel has no BBR, which keeps its rate where packets are lost: modprobe tcp_bbr on "
+    "every machine"
+)
+
 _log = logging.getLogger("bagua")
 
 
@@ -168,9 +173,9 @@ def _build(
     if connections.are_far:
         _log.info(
             "module '%s': messages take %.1f ms there and back, so %d bucket(s) are under way at a "
-            "time (BAGUA_LANES); congestion control of TCP: %s "
-            "(BAGUA_CONGESTION_CONTROL)",
+            "time (BAGUA_LANES); congestion control of TCP: %s (BAGUA_CONGESTION_CONTROL)%s",
             *(name, connections.round_trip_us / 1000, count, connections.congestion_control),
+            "" if env.congestion_control_of_far_ranks() else _WITHOUT_BBR,
         )
     control = f"{wrap}/control"
     builders = _lanes(wrap, count, device, group, _peers(buckets), control)
