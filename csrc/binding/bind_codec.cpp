@@ -15,7 +15,6 @@
 #include "codec/cuda/chunk_codec_cuda.h"
 #include "codec/factory.h"
 #include "comm/device_stream.h"
-#include "math/checksum.h"
 
 namespace py = pybind11;
 
@@ -170,16 +169,6 @@ int64_t payload_bytes(const Codec& codec, at::ScalarType dtype, int64_t chunk_nu
   return codec.payload_bytes(codec_dtype(dtype), chunk_numel);
 }
 
-uint64_t checksum_of(const at::Tensor& payload) {
-  // Checks
-  BAGUA_CHECK_ARG(payload.is_cpu() && payload.scalar_type() == at::kByte &&
-                      payload.is_contiguous() && payload.numel() % 4 == 0,
-                  "a payload is a contiguous uint8 CPU tensor of a multiple of 4 bytes.");
-
-  const py::gil_scoped_release no_gil;
-  return payload_checksum(static_cast<const std::byte*>(payload.const_data_ptr()), payload.numel());
-}
-
 void define_methods(py::class_<Codec, std::shared_ptr<Codec>>& codec) {
   codec.def_property_readonly("name", &Codec::name)
       .def_property_readonly("block_numel", &Codec::block_numel)
@@ -234,7 +223,6 @@ void bind_codec(py::module_& m) {
       "kernels\n"
       "are loaded there, or on the current device. ValueError, with the names there are, if none\n"
       "is; BaguaError if this build has no CUDA kernels.");
-  m.def("payload_checksum", &checksum_of, py::arg("payload"));
   m.def("has_cuda_codecs", &has_cuda_codecs);
   m.def("instruction_set", &instruction_set);
   m.def("codec_names", &codec_names);

@@ -260,9 +260,6 @@ void bind_momentum_and_low_rank(py::module_& m) {
            py::arg("communicator"), py::arg("scratch"), py::arg("numel"), py::arg("matrices"),
            py::kw_only(), py::arg("warm_start"), py::arg("error_feedback"), py::arg("seed"),
            py::arg("memory"));
-
-  m.def("orthonormalise", &orthonormalise, py::arg("batch"),
-        py::call_guard<py::gil_scoped_release>());
 }
 
 void bind_python_ops(py::module_& m) {
@@ -290,18 +287,6 @@ void bind_op(py::module_& m) {
   bind_decentralized(m);
   bind_momentum_and_low_rank(m);
   bind_python_ops(m);
-
-  m.def(
-      "checksum_on_device",
-      [](const at::Tensor& payload) {
-        BAGUA_CHECK_ARG(payload.scalar_type() == at::kByte && payload.is_contiguous() &&
-                            payload.dim() == 1 && payload.numel() % 4 == 0,
-                        "a payload is a contiguous uint8 tensor of one dimension and a multiple of "
-                        "4 bytes.");
-        return static_cast<uint64_t>(checksum_on_device(payload).item<int64_t>());
-      },
-      py::arg("payload"), py::call_guard<py::gil_scoped_release>(),
-      "payload_checksum() by tensor operations, as ops compute it on devices; for tests.");
 }
 
 }  // namespace bagua

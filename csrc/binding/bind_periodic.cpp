@@ -14,13 +14,6 @@ namespace bagua {
 namespace py = pybind11;
 
 void bind_periodic(py::module_& m) {
-  py::class_<ManualClock, std::shared_ptr<ManualClock>>(m, "ManualClock")
-      .def(py::init<>())
-      .def(
-          "turn", [](ManualClock& clock, double seconds) { clock.turn(to_milliseconds(seconds)); },
-          py::arg("seconds"))
-      .def_property_readonly("readings", &ManualClock::readings)
-      .def_property_readonly("waiting", &ManualClock::waiting);
   py::class_<PeriodicLane, std::shared_ptr<PeriodicLane>>(m, "PeriodicLane")
       .def(py::init([](std::shared_ptr<CountingCommunicator> communicator,
                        std::vector<at::Tensor> weights, std::string name, double interval_s,

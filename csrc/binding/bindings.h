@@ -11,6 +11,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include "base/check.h"
 #include "engine/engine.h"
 #include "op/wire/frame.h"
 
@@ -26,6 +27,7 @@ void bind_outer(pybind11::module_& module);
 void bind_periodic(pybind11::module_& module);
 void bind_plan_guard(pybind11::module_& module);
 void bind_sparse(pybind11::module_& module);
+void bind_testing(pybind11::module_& module);
 
 // For what joins lane threads, which may be inside a PythonOp or ask a Python store.
 template <typename T>
@@ -61,6 +63,13 @@ inline Checksum checksum_if(bool wanted) { return wanted ? Checksum::kOn : Check
 // Python's seconds.
 inline std::chrono::milliseconds to_milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
+}
+
+inline constexpr int64_t kMostElements = int64_t{1} << 32;  // of a sparse message's tensor
+
+inline void check_counts(int64_t k, int64_t n) {
+  BAGUA_CHECK_ARG(0 <= k && k <= n && n <= kMostElements, "k = ", k, " of n = ", n,
+                  " elements: 0 <= k <= n <= 2**32 must hold.");
 }
 
 // A rank's number; None: it says none.

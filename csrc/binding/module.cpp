@@ -19,6 +19,7 @@ PYBIND11_MODULE(_C, module) {
       py::set_error(error, e.what());
     }
   });
+  bagua::bind_testing(module);
   bagua::bind_codec(module);
   bagua::bind_comm(module);
   bagua::bind_nccl(module);
