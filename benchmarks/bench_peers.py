@@ -1,8 +1,10 @@
 """DiLoCo here beside torchft's DiLoCo and hivemind's averaging: bytes, seconds and loss.
 
     python benchmarks/bench_peers.py [--rates 20 200] [--steps 400] [--arms ...]
+    python benchmarks/bench_peers.py --rates 20 --rtt 150 --loss 1 --congestion cubic --steps 100
 
-Two ranks in network namespaces of so many Mbit/s, which need root, train the text of curve_tasks.py
+Two ranks in network namespaces of so many Mbit/s, which need root, with a round-trip time and
+losses where given (tests/support/processes/wide_area.py), train the text of curve_tasks.py
 for equally many steps, with a round every 20. The peers are their own packages, where these are
 installed: `pip install torchft hivemind`. On CPUs torchft sends f32; hivemind averages weights
 (local SGD), in f32 or 8 bits. Bytes are those that left the network device of rank 0, without
@@ -11,11 +13,13 @@ build/benchmarks/bench_peers.json.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import logging
 import os
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -26,8 +30,8 @@ from bagua.torch_api.algorithms import DiLoCoAlgorithm
 from common import keep_cases
 from curve_runs import Training, TrainingWithDdp
 from curve_tasks import TASKS, evaluate
-from network import bytes_on_the_device
-from rank_processes import figures_of
+from network import Network, bytes_on_the_device
+from rank_processes import figures_over
 
 RANKS = 2
 INTERVAL = 20  # steps from one round to the next
@@ -188,9 +192,25 @@ def measure(arm, seed, steps):
     return figures
 
 
+@contextlib.contextmanager
+def link_of(rate, arguments):
+    """Two ranks that are near each other, or far."""
+    if not arguments.rtt:
+        with Network(RANKS, float(rate)) as link:
+            yield link
+        return
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from support.processes.wide_area import WideArea
+
+    with WideArea(RANKS, arguments.rtt, float(rate), congestion=arguments.congestion) as link:
+        link.path("*", "*", loss_percent=arguments.loss)
+        yield link
+
+
 def show(case):
     print(
-        f"{case['rate']:>5} Mbit/s, seed {case['seed']}, {case['arm']:30}: "
+        f"{case['rate']:>5} Mbit/s, {case['rtt']:g} ms, {case['lost']:g} %, seed {case['seed']}, "
+        f"{case['arm']:30}: "
         f"{1e3 * case['step']:8.1f} ms and {case['bytes'] / 1e3:8.1f} kB a step, "
         f"loss {case['loss']:.3f}",
         flush=True,
@@ -201,6 +221,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rates", nargs="+", default=["20", "200"], help="Mbit/s")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--rtt", type=float, default=0, help="milliseconds, there and back")
+    parser.add_argument("--loss", type=float, default=0, help="percent of the packets, with --rtt")
+    parser.add_argument("--congestion", help="TCP's control of it, with --rtt: cubic, bbr, ...")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", type=int, default=400, help="a multiple of 20")
     parser.add_argument("--quick", action="store_true", help="40 steps, not kept")
@@ -213,6 +236,7 @@ def main():
         os._exit(0)  # threads and processes of the peers may not end by themselves
 
     steps = 2 * INTERVAL if arguments.quick else arguments.steps
+    far = {"rtt": arguments.rtt, "lost": arguments.loss, "congestion": arguments.congestion}
     cases = []
     for rate in arguments.rates:
         for seed in arguments.seeds:
@@ -221,11 +245,13 @@ def main():
                     print(f"{arm} left out: pip install {ARMS[arm][1]}")
                     continue
                 options = ["--arms", arm, "--seeds", seed, "--steps", steps]
-                figures = figures_of(rate, __file__, options, RANKS)
-                cases.append({"rate": rate, "seed": seed, "arm": arm, **figures})
+                with link_of(rate, arguments) as link:
+                    figures = figures_over(link, __file__, options)
+                cases.append({"rate": rate, **far, "seed": seed, "arm": arm, **figures})
                 show(cases[-1])
                 if not arguments.quick:
-                    keep_cases("bench_peers", cases, ["rate", "seed", "arm"], steps=steps)
+                    keys = ["rate", *far, "seed", "arm"]
+                    keep_cases("bench_peers", cases, keys, steps=steps)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
     python benchmarks/bench_step.py [--quick] [--rates none 1000 200] [--arms compute ddp bytegrad]
     python benchmarks/bench_step.py --ranks 8 --rates 50 --width 1024
+    python benchmarks/bench_step.py --ranks 32 --ranks-per-link 4 --rates 50 --arms ddp bytegrad_nodes
     python benchmarks/bench_step.py --device cuda [--quick] [--arms ...]
 
 On CPU: two ranks, or as many as are told. Shaped networks are namespaces (network.py) and need
-root; "none" is the loopback device, unshaped. On CUDA: a rank on each GPU of this machine, over
+root; "none" is the loopback device, unshaped. Ranks of one link are a node, which exchanges through
+shared memory where an arm is of nodes. On CUDA: a rank on each GPU of this machine, over
 NCCL. All arms run in the same processes in turn. Prints JSON and keeps it under build/benchmarks/.
 """
 
@@ -20,6 +22,8 @@ from common import machine, write_results
 from rank_processes import figures_of
 from step_arms import ARMS
 from step_measure import measure
+
+OF_ONE_LINK = [name for name in ARMS if not name.endswith("_nodes")]
 
 
 def run_rank(arguments):
@@ -46,7 +50,8 @@ def run_rate(arguments, rate):
     steps = 2 if arguments.quick else 10 if rate == "none" else max(2, int(rate) // 200)
     options = ["--arms", *arguments.arms, "--pairs", arguments.pairs, "--steps", steps]
     options += ["--device", arguments.device, "--width", arguments.width]
-    return figures_of(rate, __file__, options, arguments.ranks, mtu=arguments.mtu)
+    network = {"mtu": arguments.mtu, "ranks_per_link": arguments.ranks_per_link}
+    return figures_of(rate, __file__, options, arguments.ranks, **network)
 
 
 def of_device(arguments):
@@ -70,10 +75,11 @@ def main():
     parser.add_argument(
         "--rates", nargs="+", default=["none", "1000", "200"], help="Mbit/s or none"
     )
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--arms", nargs="+", default=OF_ONE_LINK, choices=list(ARMS))
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--mtu", type=int, default=1500, help="bytes of a packet when shaped")
     parser.add_argument("--ranks", type=int, default=2, help="on CPU")
+    parser.add_argument("--ranks-per-link", type=int, default=1, help="as one node, on CPU")
     parser.add_argument("--width", type=int, default=2048, help="of the model")
     parser.add_argument("--pause", type=float, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
@@ -90,7 +96,8 @@ def main():
     for rate in arguments.rates if arguments.device == "cpu" else ["none"]:
         print(f"rate {rate}", file=sys.stderr, flush=True)
         rates[rate] = run_rate(arguments, rate)
-    payload = {**identity, "ranks": arguments.ranks, "mtu": arguments.mtu, "rates_mbit": rates}
+    shape = {name: getattr(arguments, name) for name in ("ranks", "ranks_per_link", "mtu")}
+    payload = {**identity, **shape, "rates_mbit": rates}
     print(json.dumps(payload, indent=2))
     if not arguments.quick:
         write_results("bench_step" + "_cuda" * (arguments.device == "cuda"), payload)

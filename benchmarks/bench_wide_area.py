@@ -10,13 +10,11 @@ BAGUA_LANES and other variables reach the ranks. Prints JSON and keeps it under 
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from common import machine, write_results
+from rank_processes import figures_over
 from step_arms import ARMS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -30,36 +28,15 @@ USUAL = ["compute", "ddp", "gradient_allreduce", "bytegrad", "bytegrad_int4"]
 USUAL += ["power_sgd_4", "diloco_int4"]
 
 
-def figures_over(link, arguments, folder):
-    """The figures that rank 0 of bench_step.py writes when it runs on every rank of ``link``."""
-    output = Path(folder) / "figures.json"
-    program = [sys.executable, str(STEP), "--rank-output", str(output), "--arms", *arguments.arms]
-    program += ["--pairs", str(arguments.pairs), "--steps", str(arguments.steps)]
-    program += ["--width", str(arguments.width), "--pause", str(arguments.pause)]
-    ranks = [
-        subprocess.Popen(
-            ["ip", "netns", "exec", link.namespace(rank), *program],
-            env=os.environ | link.environment(rank),
-        )
-        for rank in range(link.ranks)
-    ]
-    try:
-        for rank, process in enumerate(ranks):
-            if status := process.wait():
-                sys.exit(f"bench_wide_area: rank {rank} ended with status {status}")
-    finally:
-        for process in ranks:
-            process.kill()
-    return json.loads(output.read_text())
-
-
 def measured(arguments):
     """The figures over one link, with what it was like."""
     ends = {"rtt_ms": arguments.rtt, "mbit": arguments.rate or None}
     link = WideArea(arguments.ranks, **ends, congestion=arguments.congestion)
-    with link, tempfile.TemporaryDirectory() as folder:
+    options = ["--arms", *arguments.arms, "--pairs", arguments.pairs, "--steps", arguments.steps]
+    options += ["--width", arguments.width, "--pause", arguments.pause]
+    with link:
         link.path("*", "*", loss_percent=arguments.loss, jitter_ms=arguments.jitter)
-        figures = figures_over(link, arguments, folder)
+        figures = figures_over(link, STEP, options)
     names = ("ranks", "rate", "rtt", "loss", "congestion", "width", "pause")
     settings = {name: getattr(arguments, name) for name in names}
     return {"machine": machine(), **settings, "jitter": arguments.jitter, **figures}

@@ -87,7 +87,7 @@ def keep_cases(name, cases, keys, **more):
     """
 
     def identity(case):
-        return tuple(case[key] for key in keys)
+        return tuple(case.get(key) for key in keys)
 
     path, mine = RESULTS / f"{name}.json", {identity(case) for case in cases}
     before = json.loads(path.read_text())["cases"] if path.exists() else []

@@ -28,7 +28,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 DEVICE = "eth0"  # the name inside every namespace
-HEADER_BYTES = 66  # Ethernet 14, IPv4 20, TCP 20 and its time stamp option 12
+ETHERNET_BYTES = 14
+HEADER_BYTES = ETHERNET_BYTES + 52  # IPv4 20, TCP 20 and its time stamp option 12
 MIN_BURST_BYTES = 32 * 1024
 BURST_SECONDS = 0.001  # what a token bucket may send at once; timers are not finer than that
 QUEUE_SECONDS = "50ms"  # what waits longer in the bucket's queue is dropped
@@ -262,8 +263,10 @@ def _command(*argv: str) -> str:
 
 def bytes_on_the_device() -> int:
     """Payload that this rank, in a namespace, has sent: bytes on its device without headers."""
-    folder = Path("/sys/class/net") / DEVICE / "statistics"
+    device = os.environ.get("GLOO_SOCKET_IFNAME", DEVICE)
+    folder = Path("/sys/class/net") / device / "statistics"
     if not folder.exists():
-        raise NetworkUnavailableError(f"there is no {DEVICE}: run on a rate that is a number")
+        raise NetworkUnavailableError(f"there is no {device}: run on a rate that is a number")
     sent, packets = (int((folder / name).read_text()) for name in ("tx_bytes", "tx_packets"))
-    return sent - HEADER_BYTES * packets
+    headers = HEADER_BYTES if device == DEVICE else HEADER_BYTES - ETHERNET_BYTES  # of a tunnel
+    return sent - headers * packets

@@ -21,6 +21,22 @@ def figures_of(rate, program, options, ranks, **network):
         return json.loads(output.read_text())
 
 
+def figures_over(link, program, options):
+    """Those when it runs on every rank of ``link``, a `Network` or a `WideArea`."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "figures.json"
+        argv = [sys.executable, program, "--rank-output", str(output), *map(str, options)]
+        enter = ["ip", "netns", "exec"]
+        inside = [[*enter, link.namespace(rank), *argv] for rank in range(link.ranks)]
+        _wait_for(
+            [
+                subprocess.Popen(command, env=os.environ | link.environment(rank))
+                for rank, command in enumerate(inside)
+            ]
+        )
+        return json.loads(output.read_text())
+
+
 def run_on(rate, argv, ranks, mtu=1500, ranks_per_link=1, inside=None):
     """Run one process per rank, all with `argv`, and wait until they have ended well.
 

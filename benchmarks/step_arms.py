@@ -151,6 +151,8 @@ ARMS = {
     "bytegrad_int4": Way(
         bagua_with("bytegrad", codec="int4_block", error_feedback=True, **FLAT), **COMPRESSED
     ),
+    "exact_nodes": Way(bagua_with("gradient_allreduce", hierarchical=True)),
+    "bytegrad_nodes": Way(bagua_with("bytegrad", hierarchical=True)),
     "hook_exact": Way(hooked("gradient_allreduce", **FLAT)),
     "hook_bytegrad": Way(hooked("bytegrad", **FLAT)),
     "hook_power_sgd": Way(hooked("power_sgd", rank=1, warmup_steps=0), **COMPRESSED),
