@@ -2,7 +2,7 @@
 
     python benchmarks/bench_step.py [--quick] [--rates none 1000 200] [--arms compute ddp bytegrad]
     python benchmarks/bench_step.py --ranks 8 --rates 50 --width 1024
-    python benchmarks/bench_step.py --ranks 32 --ranks-per-link 4 --rates 50 --arms ddp bytegrad_nodes
+    python benchmarks/bench_step.py --ranks 32 --ranks-per-link 4 --rates 50 --arms ddp exact_nodes
     python benchmarks/bench_step.py --device cuda [--quick] [--arms ...]
 
 On CPU: two ranks, or as many as are told. Shaped networks are namespaces (network.py) and need
