@@ -5,7 +5,7 @@ import threading
 
 import pytest
 from bagua._core.state.step_folder import Damaged
-from bagua._outer.mailbox.store import place_at
+from bagua._outer.mailbox.places import place_at
 from deep.test_mailbox_jobs import EXAMPLE, outputs_of_one_anchor, run
 from faults import mailbox_job
 from support.processes import s3_server

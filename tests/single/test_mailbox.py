@@ -16,7 +16,8 @@ from bagua._core.state.step_folder import Damaged
 from bagua._outer.mailbox import claims, letters, store
 from bagua._outer.mailbox.letters import Contribution, Counted, Manifest
 from bagua._outer.mailbox.patience import Patience
-from bagua._outer.mailbox.store import Folder, Remote, place_at
+from bagua._outer.mailbox.places import place_at
+from bagua._outer.mailbox.store import Folder, Remote
 from bagua.torch_api.algorithms import DiLoCoAlgorithm, Mailbox
 from oracle.mailbox import loss_where_some_count
 
@@ -311,6 +312,36 @@ def test_what_a_killed_island_left_is_removed_by_the_next(tmp_path):
         (tmp_path / "tmp" / name).write_bytes(b"a part")
     Folder(tmp_path, "oslo").clear()
     assert os.listdir(tmp_path / "tmp") == ["oslo-2.1"]
+
+
+def test_a_client_that_looks_for_a_file_before_it_writes_it_is_refused():
+    from fsspec import AbstractFileSystem, register_implementation
+
+    class LooksFirst(AbstractFileSystem):
+        """What fsspec makes of clients that say nothing of exclusive creation."""
+
+        protocol = "looks-first"
+
+    class Overwrites(AbstractFileSystem):
+        """As the client of WebDAV."""
+
+        protocol = "overwrites"
+
+        def __init__(self):
+            super().__init__()
+
+        def pipe_file(self, path, value):
+            pass
+
+        def makedirs(self, path, exist_ok):
+            pass
+
+    register_implementation("looks-first", LooksFirst, clobber=True)
+    register_implementation("overwrites", Overwrites, clobber=True)
+    with pytest.raises(ValueError, match="LooksFirst looks for a file before it writes it"):
+        place_at("looks-first://there/run", "oslo")
+    with pytest.raises(ValueError, match=r"exclusively there .*unexpected keyword argument 'mode'"):
+        place_at("overwrites://there/run", "oslo")
 
 
 def test_a_storage_without_exclusive_creation_is_refused(monkeypatch):

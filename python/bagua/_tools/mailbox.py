@@ -14,7 +14,8 @@ from bagua._outer.mailbox import secret_of
 from bagua._outer.mailbox.box import Box
 from bagua._outer.mailbox.claims import Lives
 from bagua._outer.mailbox.letters import Manifest
-from bagua._outer.mailbox.store import place_at, without_credentials
+from bagua._outer.mailbox.places import place_at
+from bagua._outer.mailbox.store import without_credentials
 
 SUMMARY = "show the rounds and islands of a mailbox"
 DESCRIPTION = """\

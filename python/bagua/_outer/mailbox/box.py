@@ -29,7 +29,7 @@ from bagua._core.group.warn import warn_here
 from bagua._core.state.step_folder import Damaged, refusing
 from bagua._outer.mailbox import letters
 from bagua._outer.mailbox.letters import Contribution, Counted, Letter, Manifest
-from bagua._outer.mailbox.store import Place
+from bagua._outer.mailbox.places import Place
 
 _ANCHOR = re.compile(r"anchor-(\d{9})", re.ASCII)
 _ROUND = re.compile(r"round-(\d{9})", re.ASCII)

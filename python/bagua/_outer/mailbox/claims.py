@@ -25,7 +25,7 @@ from bagua import _C
 from bagua._core.state.step_folder import Damaged
 from bagua._outer.mailbox import letters
 from bagua._outer.mailbox.patience import Patience
-from bagua._outer.mailbox.store import Place
+from bagua._outer.mailbox.places import Place
 
 _BEAT = 3.0  # seconds between two changes of a claim
 #: Seconds after which a claim that does not change is of a process that is dead or cut off.

@@ -12,7 +12,8 @@ from bagua import _C
 from bagua._core.group.warn import warn_here
 from bagua._core.state.step_folder import Damaged
 from bagua._outer import leaving
-from bagua._outer.mailbox.store import pause_at, shown, told
+from bagua._outer.mailbox.places import pause_at, shown
+from bagua._outer.mailbox.store import told
 
 Value = TypeVar("Value")
 

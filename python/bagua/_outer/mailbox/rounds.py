@@ -47,8 +47,9 @@ from bagua._outer.mailbox.claims import Claim, Lives
 from bagua._outer.mailbox.island import Inside
 from bagua._outer.mailbox.letters import Contribution
 from bagua._outer.mailbox.patience import Job, Noticed, Patience
+from bagua._outer.mailbox.places import Place, place_at, shown
 from bagua._outer.mailbox.post import Anchor, Overtaken, PostOffice, Result, digest_before
-from bagua._outer.mailbox.store import Place, place_at, shown, told
+from bagua._outer.mailbox.store import told
 from bagua._outer.strategies import FixedRanks, RankWeights
 from bagua._sync.engine import describe
 

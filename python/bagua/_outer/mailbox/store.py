@@ -1,9 +1,10 @@
-"""Places that files of a mailbox lie in: a folder, or whatever fsspec reaches.
+"""What files of a mailbox lie in: a folder, or what fsspec reaches.
 
 Note [One truth]
 All that islands must agree on is the content of a file that exactly one of them has created. A
 folder creates it by a hard link of a finished file, which NFS does atomically as well; an object
-store by a conditional put. So there is neither a leader nor a clock, and nobody reads half a file.
+store by a conditional put; OpenSSH by a rename. So there is neither a leader nor a clock, and
+nobody reads half a file.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from bagua._core.state.step_folder import Damaged
 
+if TYPE_CHECKING:
+    from bagua._outer.mailbox.places import Place
+
 _Value = TypeVar("_Value")
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
-_TEMPORARY = "tmp"
+TEMPORARY = "tmp"
 #: Seconds in which a call of a client ends, and bytes that it carries in each second beyond them.
 _SECONDS_OF_A_CALL, _LEAST_RATE = 30.0, 2**17
 _MOST_CALLS = 8  # that have not ended: no other is begun
@@ -48,11 +52,11 @@ class Folder:
         self._path, self._owner = path.absolute(), owner
         self.url, self.sent, self.received = str(self._path), 0, 0
         if writes:
-            (self._path / _TEMPORARY).mkdir(parents=True, exist_ok=True)
+            (self._path / TEMPORARY).mkdir(parents=True, exist_ok=True)
 
     def clear(self) -> None:
         """Remove what killed processes of this owner have left."""
-        for left in (self._path / _TEMPORARY).glob(f"{self._owner}.*"):
+        for left in (self._path / TEMPORARY).glob(f"{self._owner}.*"):
             left.unlink(missing_ok=True)
 
     def create(self, name: str, data: bytearray) -> bool:
@@ -95,7 +99,7 @@ class Folder:
         self, name: str, data: bytearray, give_name: Callable[[Path, Path], _Value]
     ) -> _Value:
         place = self._path / name
-        temporary = self._path / _TEMPORARY / f"{self._owner}.{secrets.token_hex(8)}"
+        temporary = self._path / TEMPORARY / f"{self._owner}.{secrets.token_hex(8)}"
         if place.parent != self._path:
             place.parent.mkdir(exist_ok=True)  # but not the mailbox, where somebody removed it
         try:
@@ -165,42 +169,25 @@ class Remote:
 
     def __init__(self, url: str, writes: bool = True) -> None:
         try:
-            from fsspec.core import url_to_fs
-        except ImportError as error:
-            raise ImportError(f"Mailbox('{public(url)}') needs fsspec: {_INSTALL}") from error
-        try:
-            self._files, self._path = url_to_fs(url, use_listings_cache=False)
-        except (ImportError, ValueError) as error:
-            why = without_credentials(str(error), url)
-            raise ImportError(
-                f"Mailbox('{public(url)}'): fsspec does not reach it ({why}). {_INSTALL}"
-            ) from error
+            self._files, self._path = client_of(url, use_listings_cache=False)
+        except TypeError:  # as that of WebDAV, which has neither a cache nor options
+            self._files, self._path = client_of(url)
         self.url, self.sent, self.received = public(url), 0, 0
-        self._calls = threading.Semaphore(_MOST_CALLS)
+        self._calls = CallsInTime()
         if writes:
-            self._probe()
+            self._check_client()
+            probe(self)
 
     def clear(self) -> None:
         """Nothing is left: a file is there as a whole or not at all."""
 
-    def _probe(self) -> None:
-        """Have a second creation of one file refused."""
-        name = f"probe-{secrets.token_hex(8)}"
-        try:
-            first, second = (self.create(name, bytearray(secrets.token_bytes(8))) for _ in "ab")
-        except (NotImplementedError, TypeError, ValueError) as error:
-            raise self._unfit(str(error)) from error
-        finally:
-            with suppress(OSError):
-                self.remove("", [name])
-        if not first or second:
-            raise self._unfit("a second one was not refused")
+    def _check_client(self) -> None:
+        """Refuse fsspec's way for clients that have none: two islands at once could be first."""
+        from fsspec import AbstractFileSystem
 
-    def _unfit(self, why: str) -> ValueError:
-        return ValueError(
-            f"Mailbox('{self.url}'): files cannot be created exclusively there ({why}), by which "
-            "islands agree on who counts. Take a folder, or a storage with conditional writes."
-        )
+        own = type(self._files)
+        if not own.async_impl and own.pipe_file is AbstractFileSystem.pipe_file:
+            raise _unfit(self.url, f"{own.__name__} looks for a file before it writes it")
 
     def _at(self, name: str) -> str:
         return f"{self._path}/{name}".rstrip("/")
@@ -211,15 +198,9 @@ class Remote:
             self._call("pipe_file", self._at(name), bytes(data), carries=len(data), mode="create")
         except FileExistsError:
             # Clients repeat a put whose answer was lost, and find the file that it has made.
-            return self._holds(name, data)
+            return holds(self, name, data)
         self.sent += len(data)
         return True
-
-    def _holds(self, name: str, data: bytearray) -> bool:
-        try:
-            return self.read(name, len(data)) == data
-        except Damaged:
-            return False
 
     def replace(self, name: str, data: bytearray) -> None:
         self._make_folder(name)
@@ -272,21 +253,30 @@ class Remote:
         """
         function = partial(getattr(self._files, method), *arguments, **options)
         try:
-            return self._in_time(function, method, _SECONDS_OF_A_CALL + carries / _LEAST_RATE)
+            return self._calls.in_time(function, method, carries)
         except (OSError, NotImplementedError, TypeError, ValueError):
             raise
         except Exception as error:
             raise OSError(f"{type(error).__name__}: {str(error)[:500]}") from error
 
-    def _in_time(self, function: Callable[[], Any], what: str, seconds: float) -> Any:
-        """Clients have no deadline, or one per retry.
 
-        A call that does not end is left to its thread, and repeated by who has called: files are
-        created exclusively, so that it changes nothing when it ends after all.
-        """
+class CallsInTime:
+    """Calls of a client that has no deadline, or one per retry.
+
+    A call that does not end is left to its thread, and repeated by who has called: files are
+    created exclusively, so that it changes nothing when it ends after all.
+    """
+
+    def __init__(self) -> None:
+        self._calls = threading.Semaphore(_MOST_CALLS)
+
+    def in_time(self, function: Callable[[], _Value], what: str, carries: int = 0) -> _Value:
+        """Call a function. TimeoutError: it has not ended. ``carries``: bytes at most."""
+        seconds = _SECONDS_OF_A_CALL + carries / _LEAST_RATE
         if not self._calls.acquire(timeout=seconds):
             raise TimeoutError(f"{_MOST_CALLS} calls before have not ended")
-        ended, results, errors = threading.Event(), [], []
+        ended = threading.Event()
+        results, errors = list[_Value](), list[BaseException]()
 
         def work() -> None:
             try:
@@ -305,34 +295,49 @@ class Remote:
         return results.pop()
 
 
-Place: TypeAlias = Folder | Remote
+def client_of(url: str, **options: Any) -> tuple[Any, str]:
+    """fsspec's client of a URL, and the path there. ImportError: there is none."""
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise ImportError(f"Mailbox('{public(url)}') needs fsspec: {_INSTALL}") from error
+    try:
+        client, path = url_to_fs(url, **options)
+    except (ImportError, ValueError) as error:
+        why = without_credentials(str(error), url)
+        raise ImportError(
+            f"Mailbox('{public(url)}'): fsspec does not reach it ({why}). {_INSTALL}"
+        ) from error
+    return client, path
 
 
-def place_at(url: str, owner: str, *, writes: bool = True) -> Place:
-    """The place at a URL. ``owner``: of temporary files. Makes the folder, where it ``writes``.
-
-    ValueError: it cannot create a file exclusively. ImportError: fsspec, or its implementation for
-    this protocol, is not installed. OSError: it cannot be reached or written.
-    """
-    folder = _folder_at(url)
-    return Remote(url, writes) if folder is None else Folder(folder, owner, writes)
-
-
-def pause_at(url: str) -> tuple[float, float]:
-    """The pauses of the place at a URL, which need not be reached for that."""
-    return Remote.pause if _folder_at(url) is None else Folder.pause
-
-
-def shown(url: str) -> str:
-    """A URL for messages: that of its place."""
-    return str(_folder_at(url) or public(url))
+def probe(place: Place) -> None:
+    """Have a second creation of one file refused; ValueError: it is not."""
+    name = f"probe-{secrets.token_hex(8)}"
+    try:
+        first, second = (place.create(name, bytearray(secrets.token_bytes(8))) for _ in "ab")
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise _unfit(place.url, str(error)) from error
+    finally:
+        with suppress(OSError, NotImplementedError):
+            place.remove("", [name])
+    if not first or second:
+        raise _unfit(place.url, "a second one was not refused")
 
 
-def _folder_at(url: str) -> Path | None:
-    protocol, separator, path = url.partition("://")
-    if separator and protocol != "file":
-        return None
-    return Path(path if separator else url).absolute()
+def _unfit(url: str, why: str) -> ValueError:
+    return ValueError(
+        f"Mailbox('{url}'): files cannot be created exclusively there ({why}), by which islands "
+        "agree on who counts. Take a folder, sftp://, or a storage with conditional writes."
+    )
+
+
+def holds(place: Place, name: str, data: bytearray) -> bool:
+    """Whether a file has this content, as after a creation whose answer was lost."""
+    try:
+        return place.read(name, len(data)) == data
+    except Damaged:
+        return False
 
 
 _INSTALL = "pip install '.[mailbox]' in bagua's folder, and the storage's package, such as s3fs"
