@@ -1,4 +1,4 @@
-"""An elastic job whose ranks are killed, stopped and started again, and its judge.
+"""An elastic job whose ranks are killed, stopped, told to leave and started again, and its judge.
 
 By hand: `python tests/faults/elastic_job.py --faults 50 --seed 1`.
 """
@@ -28,6 +28,7 @@ SECONDS_OF_A_ROUND = 0.3
 #: Final loss over that of a job without faults.
 MOST_RATIO = 1.02
 UNENDING = 10**9
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}
 LAST_NOTES = 4096  # bytes, which have the newest round
 
 
@@ -170,11 +171,14 @@ class Job:
     def strike(self, chance):
         """One fault and its consequences: the rest goes on, and the rank comes back."""
         everyone = list(range(RANKS))
-        victim, kind = chance.choice(everyone), chance.choice(["kill", "kill", "stop"])
+        victim, kind = chance.choice(everyone), chance.choice(["kill", "kill", "stop", "leave"])
         rest = [rank for rank in everyone if rank != victim]
         time.sleep(chance.uniform(0.0, 0.5))
         process = self.processes[victim]
-        process.send_signal(signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+        process.send_signal(SIGNALS[kind])
+        if kind == "leave":
+            self.wait_until("it leaves", lambda: process.poll() is not None)
+            assert process.returncode == 0, self.output(victim).read_text()[-2000:]
         waits = chance.random() < 0.5
         if kind == "stop" or waits:
             self.wait_for_members(rest)

@@ -1,4 +1,4 @@
-"""Islands of ranks that are killed and started again, and their judge.
+"""Islands of ranks that are killed, told to leave and started again, and their judge.
 
 By hand: `python tests/faults/island_job.py --faults 30 --seed 1`. With GRACE=0.5 in the environment
 rounds do not wait longer for islands that are late, and some are only stopped for a while.
@@ -64,7 +64,7 @@ class IslandJob(elastic_job.Job):
         return process % RANKS
 
     def strike(self, chance):
-        """A rank is killed, its island ends and comes back; or the rank is stopped for a while."""
+        """A rank is killed, its island ends and comes back; or is told to leave, or stopped."""
         victim = chance.randrange(self.islands * RANKS)
         island = victim // RANKS
         rest = [other for other in range(self.islands) if other != island]
@@ -76,6 +76,8 @@ class IslandJob(elastic_job.Job):
             self.processes[victim].send_signal(signal.SIGCONT)
             starts = self._train_together(island)
             return f"island {island} stopped for {seconds:.1f} s, started {starts} times"
+        if chance.random() < 0.3:
+            return self._leave(victim)
         self.processes[victim].kill()
         others = [self.processes[p] for p in self.ranks_of(island)]
         if chance.random() < 0.5:  # as torchrun does; else they notice it, and end by themselves
@@ -87,6 +89,19 @@ class IslandJob(elastic_job.Job):
         self.wait_until("the island ends", lambda: all(p.poll() is not None for p in others))
         starts = self._train_together(island)
         return f"island {island} by its rank {victim % RANKS}, started {starts} times"
+
+    def _leave(self, victim):
+        """One rank is told to leave, its island does, and comes back."""
+        island = victim // RANKS
+        self.processes[victim].send_signal(signal.SIGTERM)
+        own = {p: self.processes[p] for p in self.ranks_of(island)}
+        self.wait_until(
+            "the island leaves", lambda: all(p.poll() is not None for p in own.values())
+        )
+        ends = {rank: process.returncode for rank, process in own.items()}
+        if any(ends.values()):
+            self.fail(f"ranks of an island that leaves ended with {ends}")
+        return f"island {island} leaves, started {self._train_together(island)} times"
 
     def _train_together(self, island):
         """Wait until all islands train, and start one again that has ended, as torchrun does.

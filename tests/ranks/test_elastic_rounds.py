@@ -2,12 +2,15 @@
 
 import datetime
 import functools
+import signal
+import warnings
 
 import bagua.torch_api as bagua
 import pytest
 import torch
 import torch.distributed as dist
 from bagua import BaguaError
+from bagua._outer import elastic
 from bagua._outer.elastic import ElasticRanks
 from bagua.torch_api.algorithms import (
     DiLoCoAlgorithm,
@@ -168,6 +171,65 @@ def test_nobody_trains_on_alone_without_noticing(ranks):
 
 
 @in_elastic_job
+def one_leaves(given, overlap):
+    """How a rank ends that is told to leave, and what the others make then.
+
+    Its status, steps, rounds, members, warnings.
+    """
+    arguments = {"interval": 4, "overlap_steps": overlap, "elastic": Elastic(**given)}
+    model, optimizer = wrapped(DiLoCoAlgorithm(PLAIN, **arguments))
+    outer, rank, step = model.bagua_algorithm, bagua.get_rank(), 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        status = None
+        try:
+            while outer.outer_rounds < 5:
+                if rank == 2 and step == 5:
+                    signal.raise_signal(signal.SIGTERM)
+                own_step(model, optimizer, step)
+                step += 1
+        except SystemExit as left:
+            status = left.code
+    told = [str(each.message) for each in caught if "outer round" in str(each.message)]
+    return status, step, outer.outer_rounds, model.process_group.ranks, told
+
+
+@pytest.mark.parametrize("given", [{}, {"grace": 60.0}])
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_a_rank_that_is_told_to_leave_makes_its_round_and_the_others_lose_none(
+    ranks, given, overlap
+):
+    *others, left = ranks(3, one_leaves, given, overlap, init=False)
+    assert left[:3] == (0, 7, 2), "its second round is the last, and it does not wait for its end"
+    for status, steps, rounds, members, told in others:
+        assert (status, rounds, members) == (None, 5, [0, 1])
+        assert steps == 5 * 4 + overlap, "no round has failed"
+        assert told == [
+            "module 'Sequential': rank(s) 2 left before outer round 3, rank(s) 0, 1 go on"
+        ]
+
+
+@in_elastic_job
+def one_leaves_without_a_round():
+    """How a rank ends that is told to leave, where no round comes in time."""
+    model, optimizer = wrapped(DiLoCoAlgorithm(PLAIN, 4, elastic=Elastic(leave_within=1.0)))
+    if bagua.get_rank() == 1:
+        bagua.leave()
+        own_step(model, optimizer, 0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(elastic, "_OF_A_NOTICE", 0.0)
+            with pytest.raises(SystemExit) as left:
+                own_step(model, optimizer, 1)
+        return left.value.code
+    train_rounds(model, optimizer, 2)
+    return model.process_group.ranks
+
+
+def test_a_rank_that_is_told_to_leave_does_not_wait_for_a_round_beyond_its_notice(ranks):
+    assert ranks(3, one_leaves_without_a_round, init=False) == [[0, 2], 0, [0, 2]]
+
+
+@in_elastic_job
 def refusals():
     found = {}
     for name, call in {
@@ -210,5 +272,7 @@ def test_an_elastic_job_begins_without_torchs_group(ranks):
 def test_a_quorum_is_at_least_one():
     with pytest.raises(ValueError, match="quorum=0"):
         Elastic(quorum=0)
+    with pytest.raises(ValueError, match="Elastic: leave_within=0 must be positive"):
+        Elastic(leave_within=0)
     with pytest.raises(TypeError, match=r"elastic is True, False or Elastic\(quorum=2\)"):
         DiLoCoAlgorithm(elastic=2)

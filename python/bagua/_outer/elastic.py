@@ -24,6 +24,11 @@ and counters, and its weights move with the anchors: what it has trained is in t
 pseudo-gradient, divided where it is of more than an interval, as of a fragment whose turn has
 passed.
 
+Note [Ranks that leave]
+A rank that is told to leave says so where a round is confirmed, and ends when all have that round:
+its steps are in it. Its last heartbeat says that it has left, and the others change before their
+next round, as where one joins.
+
 Note [Islands of several ranks]
 Each rank of an island has a separate group with those of its rank in other islands, and between
 its collectives it has some with the ranks of its island. So all ranks of an island must fail in the
@@ -36,6 +41,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,8 +60,9 @@ from bagua._core.group.membership import (
     links_in_words,
     store_needed,
 )
-from bagua._core.group.process_group import BaguaProcessGroup
+from bagua._core.group.process_group import BaguaProcessGroup, close_at_exit
 from bagua._core.group.warn import warn_here
+from bagua._outer import leaving
 from bagua._outer.late import LateWeights
 from bagua._outer.loop import broadcast_fragments
 from bagua._outer.strategies import Elastic, FixedRanks, RankWeights
@@ -64,6 +71,8 @@ if TYPE_CHECKING:
     from bagua._core.group.connections import Connections
     from bagua._outer.loop import OuterLoop, OuterState, Schedule
 
+#: Of the seconds to leave in, after which a rank leaves without a round.
+_OF_A_NOTICE = 0.85
 #: Changes in a row that may fail before the training does.
 _MOST_ATTEMPTS = 5
 #: Those of a report that a member goes on with.
@@ -108,6 +117,10 @@ class ElasticRanks(FixedRanks):
         self._missed: int | None = None  # the fragment whose round was under way
         self._held: _C.BaguaError | None = None
         self._engine: _C.Engine | None = None  # of the plan after a change, until all have one
+        self._sigterm = leaving.Sigterm(elastic.leave_within)
+        self._told = False  # to leave, at the last launch
+        self._leaves = False  # all ranks of the island, after a round that all have
+        self._loop: Callable[[], OuterLoop | None] = lambda: None
         island = group.island
         self._island = None if island is None else island.group.connections
         self._called = "rank" if island is None else "island"
@@ -124,6 +137,7 @@ class ElasticRanks(FixedRanks):
         if group.waits_to_join:
             (request,) = self._in_island(self._membership.ask())
             self._enter(self._membership.join(request))
+        close_at_exit(self)
 
     def claim(self) -> None:
         """As ``FixedRanks``. ValueError: another module makes the group's changes."""
@@ -165,9 +179,31 @@ class ElasticRanks(FixedRanks):
             return
         try:
             rounds()
+            if self._island is None:
+                self._look_at_the_clock()
+            if self._leaves:
+                self._leave("its steps are in the anchor")
         except _C.BaguaError as error:
             if error is not self.failure:
                 raise
+
+    def _look_at_the_clock(self) -> None:
+        """Where this rank is told to leave: await its last round, or leave without one in time."""
+        noticed, loop = leaving.noticed(), self._loop()
+        if noticed is None or loop is None:
+            return
+        if self._told:
+            loop.end_together()  # now, or what is trained until it is due would be lost
+        elif time.monotonic() > noticed + _OF_A_NOTICE * self._elastic.leave_within:
+            self._leave("no round came in time, and its steps since the last one are lost")
+
+    def _leave(self, how: str) -> None:
+        """End the process. The others do not wait for it in their next round."""
+        self._membership.leave()
+        own = self._group.ranks[self._group.rank]
+        _log.warning("%s %d leaves as it was told: %s", self._called, own, how)
+        self.close()
+        raise SystemExit(0)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -180,9 +216,11 @@ class ElasticRanks(FixedRanks):
 
     def confirm(self, engine: _C.Engine) -> None:
         # All slots are marked. Ranks tell each other whether they have seen a request to join. With
-        # a grace that is settled before rounds: what a late rank has trained is to be in one.
+        # a grace that is settled before rounds: what a late rank has trained is to be in one. They
+        # tell as well whether one of them leaves after this round.
+        self._told = leaving.noticed() is not None
         seen = self._elastic.grace is None and self._membership.requests() > 0
-        engine.exchange_used([int(seen)] * engine.slots)
+        engine.exchange_used([int(seen or self._told)] * engine.slots)
 
     def confirmed(self, engine: _C.Engine) -> None:
         self._newcomers = self._newcomers or any(engine.used)
@@ -197,8 +235,11 @@ class ElasticRanks(FixedRanks):
                 raise
             except _C.BaguaError as error:
                 failure = error
-        failed, newcomers = self._in_island(int(failure is not None), int(self._newcomers))
-        self._newcomers = bool(newcomers)
+        failed, newcomers, leaves = self._in_island(
+            int(failure is not None), int(self._newcomers), int(self._told)
+        )
+        self._newcomers, self._told = bool(newcomers), False
+        self._leaves = bool(leaves) and not failed
         if failed:
             self.failure = self._failed(failure, engine)
             del failure  # or this frame and its traceback would keep each other alive
@@ -273,6 +314,7 @@ class ElasticRanks(FixedRanks):
         return None if self._before is None else self._before.state.copy()
 
     def begin(self, loop: OuterLoop) -> None:
+        self._loop = weakref.ref(loop)
         if not self._membership.lives:
             self._membership.found(self._group.ranks)
         transfer, self._transfer = self._transfer, None
@@ -320,21 +362,25 @@ class ElasticRanks(FixedRanks):
         called = f"{self._called}(s)"
         left = f"{called} {_listed(sorted(change.reports))} go on"
         reason = str(self.failure).split("\n", maxsplit=1)[0]
+        lost = [rank for rank in change.lost if rank not in change.left]
+        if change.left:
+            gone = f"{called} {_listed(change.left)} left"
+            warn_here(f"module '{name}': {gone} before outer round {number}, {left}")
         if change.apart:
             reason = f"{links_in_words(self._called, change.apart)}: {reason}"
-        if change.lost and self.failure is None and self._elastic.grace is not None:
-            late = f"{called} {_listed(change.lost)} did not come in time to outer round {number}"
+        if lost and self.failure is None and self._elastic.grace is not None:
+            late = f"{called} {_listed(lost)} did not come in time to outer round {number}"
             text = f"module '{name}': {late}, {left}"
-            if not self._told_late.issuperset(change.lost):
-                self._told_late.update(change.lost)
+            if not self._told_late.issuperset(lost):
+                self._told_late.update(lost)
                 warn_here(f"{text}. Later times are logged.")
             _log.info(text)
-        elif change.lost:
+        elif lost:
             warn_here(
-                f"module '{name}': lost {called} {_listed(change.lost)} in outer round {number}, "
+                f"module '{name}': lost {called} {_listed(lost)} in outer round {number}, "
                 f"{left}: {reason}"
             )
-        elif self.failure is not None:
+        elif self.failure is not None and not change.left:
             warn_here(
                 f"module '{name}': outer round {number} failed without a loss, {left}: {reason}"
             )
@@ -343,6 +389,7 @@ class ElasticRanks(FixedRanks):
             warn_here(f"module '{name}': {joined} came back before outer round {number}")
 
     def close(self) -> None:
+        self._sigterm.end()
         if self._membership.owner() is self:
             self._membership.owner = lambda: None
 

@@ -13,14 +13,16 @@ _last: threading.Timer | None = None  # ends a process that a SIGTERM has not
 
 
 def leave() -> None:
-    """Have this process leave its mailbox and end, with status 0, after the present step.
+    """Have this process leave its mailbox or elastic group, and end with status 0.
 
-    Its island makes a last round or, where the others do not come to one within most of
-    ``leave_within``, leaves its contribution for their next. It gives its name back, so that nobody
-    waits for it. Then ``optimizer.step()`` raises ``SystemExit(0)``: what the script does in
-    ``finally`` is done. SIGTERM does the same where the script has no handler for it; call this in
-    a handler, or where the machine's owner tells of its end in another way. It only notes the
-    wish, and may be called from any thread. Without a mailbox it does nothing.
+    An island of a mailbox makes a last round after the present step or, where the others do not
+    come to one within most of ``leave_within``, leaves its contribution for their next. It gives
+    its name back, so that nobody waits for it. A rank of an elastic group takes part in the next
+    round and tells the others, who make the one after it without it; where none comes in time, its
+    steps since the last one are lost. Then ``optimizer.step()`` raises ``SystemExit(0)``: what the
+    script does in ``finally`` is done. SIGTERM does the same where the script has no handler for
+    it; call this in a handler, or where the machine's owner tells of its end in another way. It
+    only notes the wish, and may be called from any thread. Without either it does nothing.
 
     Example::
 
@@ -44,7 +46,7 @@ class Sigterm:
 
     def __init__(self, seconds: float) -> None:
         global _noticed
-        _noticed = None  # without a mailbox it does nothing
+        _noticed = None  # without one it does nothing
         self._process, self._seconds = os.getpid(), seconds
         free = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         if free and threading.current_thread() is threading.main_thread():

@@ -38,9 +38,10 @@ class Elastic:
             waits twice as long as that took, at least a second, and goes on without the others; a
             late rank's steps count in its next round, divided where they are more than an
             interval's. None: it waits for all that live.
+        leave_within: seconds in which a process that gets SIGTERM leaves, see ``bagua.leave``.
 
     Raises:
-        ValueError: ``quorum`` or ``grace`` is not positive.
+        ValueError: ``quorum``, ``grace`` or ``leave_within`` is not positive.
 
     Example::
 
@@ -49,9 +50,15 @@ class Elastic:
 
     quorum: int = 2
     grace: float | None = None
+    leave_within: float = 30.0
     mails = False  # rounds are files
 
     def __post_init__(self) -> None:
+        if not 0 < self.leave_within <= 86_400:
+            raise ValueError(
+                f"{type(self).__name__}: leave_within={self.leave_within} must be positive "
+                "seconds, a day at most"
+            )
         if self.grace is not None and not self.grace > 0:
             raise ValueError(f"Elastic: grace={self.grace} must be positive seconds")
         if self.quorum < 1:

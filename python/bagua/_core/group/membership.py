@@ -42,6 +42,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -71,6 +72,7 @@ _OF_CHANGES = 0.02, 1.5
 _SOMEONE_JOINS = -1  # among the late ones of a round
 _KEY = "bagua/elastic"  # the incarnation that began last
 _MEMBERS, _ASKING = "members", "asking"
+_LEFT = "left"  # in place of a heartbeat
 _MOST_BYTES = 16 * 1024**2  # of one key: a thousand members have reports in it
 _MOST_RANK = 2**31
 _MOST_ATTEMPTS = 16  # to take lines away that others add to
@@ -92,6 +94,7 @@ class Change:
         returned: members that were late for a round.
         reports: of the members that stay.
         apart: pairs of members before that did not reach each other.
+        left: those of the lost ones that have said so.
     """
 
     generation: int
@@ -101,6 +104,7 @@ class Change:
     lost: list[int]
     reports: dict[int, Report]
     apart: list[tuple[int, int]]
+    left: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -134,8 +138,20 @@ class Life:
 
     def __init__(self, store: c10d.Store) -> None:
         self.name = _life_name(secrets.randbits(56))
-        self._board = _C.FailureBoard(c10d.PrefixStore(f"life/{self.name}", store), 0, 1)
+        self._store = store
+        self._board: _C.FailureBoard | None = _C.FailureBoard(
+            c10d.PrefixStore(f"life/{self.name}", store), 0, 1
+        )
         self._board.beat(0, "alive")
+
+    def end(self) -> None:
+        """Tell the others that this process leaves: they do not wait until it is silent."""
+        self._board = None  # its thread has ended then
+        self._store.set(_beat_key(self.name), _LEFT)
+
+
+def _beat_key(life: str) -> str:
+    return f"life/{life}/beat/0"
 
 
 def _life_name(number: int) -> str:
@@ -168,8 +184,9 @@ class Pulse:
                 self._last[name] = _Seen(beat, now)
 
     def silent(self, name: str) -> bool:
-        """Whether the heartbeat had not changed for some seconds at the last look."""
-        return self._looked - self._last[name].at > SECONDS_OF_SILENCE
+        """Whether the heartbeat had not changed for some seconds at the last look, or has ended."""
+        last = self._last[name]
+        return last.beat == _LEFT.encode() or self._looked - last.at > SECONDS_OF_SILENCE
 
     def beats(self, name: str) -> bool:
         """Whether the heartbeat had changed between the first look and the last one."""
@@ -177,7 +194,7 @@ class Pulse:
         return beat not in (b"", self._first[name])
 
     def _beats(self, names: Sequence[str]) -> list[bytes]:
-        keys = [f"life/{name}/beat/0" for name in names]
+        keys = [*map(_beat_key, names)]
         if self._reads_many and keys and self._store.check(keys):
             return [bytes(beat) for beat in self._store.multi_get(keys)]
         return [read(self._store, key) for key in keys]
@@ -255,6 +272,12 @@ class Membership:
                 first = Decision(0, dict(zip(ranks, names, strict=True)))
                 self._propose(Decision(), first)
             self.lives = self._await_decision(0).members
+
+    def leave(self) -> None:
+        """Tell the others that this member leaves, after a round."""
+        if self._life is not None:
+            with store_needed():
+                self._life.end()
 
     def requests(self) -> int:
         """How many ask to join that no decision has seen; 0 if the store does not answer, or
@@ -357,9 +380,13 @@ class Membership:
                     f"{len(members)} left are fewer than quorum={least}. Restart the job "
                     "from its last checkpoint, or allow fewer ranks."
                 )
-            return self._enter(decision, lost)
+            ends = [_beat_key(self.lives[rank]) for rank in lost]
+            said = [read(self._store, key) == _LEFT.encode() for key in ends]
+            return self._enter(decision, lost, [*compress(lost, said)])
 
-    def _enter(self, decision: Decision, lost: list[int]) -> Change:
+    def _enter(
+        self, decision: Decision, lost: Sequence[int] = (), left: Sequence[int] = ()
+    ) -> Change:
         self.generation, self.lives = decision.generation, decision.members
         self._unanswered = decision.unanswered
         self._late, self._gathered = [], 0
@@ -369,9 +396,10 @@ class Membership:
             sorted(decision.members),
             [rank for rank in decision.joined() if rank not in returned],
             returned,
-            lost,
+            [*lost],
             decision.reports,
             decision.apart,
+            [*left],
         )
 
     def _newest(self, known: int = -1) -> Decision:
@@ -506,7 +534,7 @@ class Membership:
                 decision = self._newest()  # read last: it is decided before a line goes
                 answers = decision.generation > self.generation  # it may have come back in this one
                 if answers and decision.members.get(self._rank) == life:
-                    return self._enter(decision, [])
+                    return self._enter(decision)
                 pulse.look(decision.members.values())
                 if all(pulse.silent(member) for member in decision.members.values()):
                     raise _C.BaguaError(

@@ -62,7 +62,6 @@ class Mailbox(Elastic):
     island: str = ""
     secret: bytes | None = None
     keep: int = 16
-    leave_within: float = 30.0
     mails = True
 
     def __init__(
@@ -76,7 +75,7 @@ class Mailbox(Elastic):
         keep: int = 16,
         leave_within: float = 30.0,
     ) -> None:
-        super().__init__(quorum, grace)
+        super().__init__(quorum, grace, leave_within)
         if not letters.is_island(island):
             raise ValueError(
                 f"Mailbox: island={island!r} must be 1 to 64 letters, digits, '-' or '_'"
@@ -85,12 +84,8 @@ class Mailbox(Elastic):
             raise ValueError(f"Mailbox: quorum={quorum} must be at most {letters.MOST_ISLANDS}")
         if not 1 <= keep <= 10_000:
             raise ValueError(f"Mailbox: keep={keep} must be between 1 and 10000 rounds")
-        if not 0 < leave_within <= 86_400:
-            raise ValueError(
-                f"Mailbox: leave_within={leave_within} must be positive seconds, a day at most"
-            )
         own = {"url": str(url), "island": island, "secret": secret_of(secret)}
-        for name, value in {**own, "keep": keep, "leave_within": leave_within}.items():
+        for name, value in {**own, "keep": keep}.items():
             object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
