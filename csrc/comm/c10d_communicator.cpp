@@ -482,7 +482,7 @@ std::vector<at::Tensor> C10dCommunicator::fragments(const at::Tensor& tensor) co
   return result;
 }
 
-// gloo::IoException is no c10::Error, hence std::exception.
+// gloo::IoException is not a c10::Error, hence std::exception.
 template <typename Body>
 void C10dCommunicator::guarded(CallSite site, Body body) {
   backend_.check("a communicator");

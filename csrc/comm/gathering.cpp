@@ -26,10 +26,11 @@ constexpr size_t kMostRecordBytes = size_t{256} << 20;
 [[noreturn]] void refuse(const std::string& key, std::string_view value) {
   std::string shown = sanitize_untrusted(value.substr(0, 40));
   std::replace(shown.begin(), shown.end(), '\n', ' ');
-  throw Error(concat("the store has '", shown, "' (", value.size(), " bytes) under '", key,
-                     "', which is not of the form that it should be: something that is no rank of "
-                     "this job has written to it. Keep the store's port (MASTER_PORT) from others: "
-                     "docs/security.md."));
+  throw Error(
+      concat("the store has '", shown, "' (", value.size(), " bytes) under '", key,
+             "', which is not of the form that it should be: something that is not a rank of "
+             "this job has written to it. Keep the store's port (MASTER_PORT) from others: "
+             "docs/security.md."));
 }
 
 std::vector<uint8_t> bytes_of(std::string_view text) { return {text.begin(), text.end()}; }

@@ -67,7 +67,7 @@ std::unordered_map<const void*, const PlanGuard::Entry*> PlanGuard::parameters_o
   return parameters;
 }
 
-// A tensor that is no parameter is put in its place by torch.func.functional_call(), for one
+// A tensor that is not a parameter is put in its place by torch.func.functional_call(), for one
 // forward.
 bool PlanGuard::replaced(const Entry& entry, const Place& place) const {
   if (entry.object == nullptr || entry.object == place.object) return false;

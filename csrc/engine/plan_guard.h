@@ -42,10 +42,10 @@ struct PlaceQuestions {
 // Hooks sit on the parameters that existed at the wrap. A parameter that is replaced
 // (load_state_dict(assign=True)), unfrozen, added, moved or cast afterwards would train
 // unsynchronised without an error, so every forward with gradients compares the module with the
-// snapshot. Freezing is no difference: a frozen parameter receives no gradient, which is noticed.
-// Unfreezing is one that some algorithms follow: accept_unfrozen(). Neither is another name or
-// place of the same parameter object (pruning, a parametrization), whose hook stays: moved() and
-// accept_places().
+// snapshot. Freezing makes no difference: a frozen parameter receives no gradient, which is
+// noticed. Unfreezing is one that some algorithms follow: accept_unfrozen(). Neither is another
+// name or place of the same parameter object (pruning, a parametrization), whose hook stays:
+// moved() and accept_places().
 //
 // Holds no reference to the module: the caller reads the same dictionaries for every call, in the
 // same order, until accept_places() has taken others. Needs the GIL.
@@ -73,7 +73,7 @@ class PlanGuard {
   // Trainable parameters count as if they had been so at the wrap. The caller communicates them.
   void accept_unfrozen();
 
-  // The first parameter that was trainable at the wrap, is no expert, and whose gradient torch
+  // The first parameter that was trainable at the wrap, is not an expert, and whose gradient torch
   // communicates too, or an empty string: Note [Torch's reducer].
   std::string reduced_by_torch() const;
 

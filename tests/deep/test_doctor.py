@@ -51,7 +51,7 @@ def test_torchrun_fails_where_something_is_broken():
     end = torchrun(2, "-m", "bagua", "doctor", env={"GLOO_SOCKET_IFNAME": "none0"})
     assert end.returncode == 1
     page = words(end.stdout)
-    what = "GLOO_SOCKET_IFNAME=none0 is no interface with an address"
+    what = "GLOO_SOCKET_IFNAME=none0 is not an interface with an address"
     for rank in range(2):
         assert re.search(rf"BROKEN: rank {rank} \(\S+\): {what}", page), page
     assert "No fault found" not in page
@@ -127,7 +127,7 @@ def test_a_slow_link_is_named():
     assert min(rows[0, 1]) > 15.0
     assert "BROKEN: all links between rank 2" in words(page)
     assert page.count("BROKEN") == 1
-    assert "all-reduce of 0.4 MB" in page, "a slow link is no reason to check no sum"
+    assert "all-reduce of 0.4 MB" in page, "a slow link is not a reason to check no sum"
     assert [end.stdout for end in ends[1:]] == ["", ""]
 
 

@@ -93,19 +93,19 @@ HOSTILE = {
     "no_integer": ({"tensor": "float32", "shape": [True], "device": "cpu"}, "no shape"),
     "attribute": ({"tensor": "load", "shape": [1], "device": "cpu"}, "the dtype 'load'"),
     "device": ({"tensor": "float32", "shape": [1], "device": "cuda:9"}, "is on 'cuda:9'"),
-    "code": ({"pickle": "gASV"}, "is no tensor, value"),
-    "more": ({"value": 1, "tensor": "float32"}, "is no tensor, value"),
-    "object": ({"value": {"a": 1}}, "is no plain value"),
+    "code": ({"pickle": "gASV"}, "is not a tensor, value"),
+    "more": ({"value": 1, "tensor": "float32"}, "is not a tensor, value"),
+    "object": ({"value": {"a": 1}}, "is not a plain value"),
     "import": ({"own": "os.system"}, "needs 'os.system', which this rank's own optimizer does not"),
     "made": ({"own": "bytearray", "fields": [{"value": 2**40}]}, "needs 'bytearray'"),
-    "number": ({"bytearray": 2**40}, "is no bytearray"),
-    "array": ({"array": "<f8", "shape": [2**40], "bytes": BYTES}, "is no array of shape"),
-    "wide": ({"array": "<U0", "shape": [2**40], "bytes": BYTES}, "is no array of shape"),
+    "number": ({"bytearray": 2**40}, "is not a valid bytearray"),
+    "array": ({"array": "<f8", "shape": [2**40], "bytes": BYTES}, "is not an array of shape"),
+    "wide": ({"array": "<U0", "shape": [2**40], "bytes": BYTES}, "is not an array of shape"),
     "objects": ({"array": "|O8", "shape": [1], "bytes": BYTES}, "is of no dtype of numpy"),
-    "text": ({"scalar": "<U999999999", "hex": ""}, "is no scalar"),
+    "text": ({"scalar": "<U999999999", "hex": ""}, "is not a valid scalar"),
     "key": ({"dict": [[{"list": []}, {"value": 1}]]}, "has a key that cannot be one"),
     "set": ({"set": [{"tuple": [{"list": []}]}]}, "is a set of what cannot be in one"),
-    "dtype": ({"torch": "load"}, "is no torch"),
+    "dtype": ({"torch": "load"}, "is not a valid torch"),
 }
 
 
@@ -143,7 +143,7 @@ def test_a_description_of_another_optimizer_is_refused(change, why):
 
 def test_deep_nesting_and_long_numbers_are_refused():
     for text in (b"[" * 100000, b'{"state": ' + b"9" * 5000 + b"}", b"\xff\xfe", b""):
-        with pytest.raises(BaguaMismatchError, match="it is no JSON text"):
+        with pytest.raises(BaguaMismatchError, match="it is not a JSON text"):
             _initial_state.read_description(text, adam())
     entry = {"value": 0}
     for _ in range(20):
@@ -171,7 +171,7 @@ def test_any_bytes_of_an_object_are_an_object_or_an_error():
 def test_older_formats_of_torch_are_not_read():
     buffer = io.BytesIO()
     torch.save([1], buffer, _use_new_zipfile_serialization=False)
-    with pytest.raises(BaguaError, match="no archive of torch"):
+    with pytest.raises(BaguaError, match="not an archive of torch"):
         _objects._read(bytearray(buffer.getvalue()), 0, "a call")
 
 
@@ -185,7 +185,7 @@ def test_any_value_of_the_store_is_a_number_or_refused():
     for number, chance in chances(INPUTS, SEED):
         data = changed_bytes(chance, b"1234567")
         read, message = attempt(BaguaError, _rendezvous.stored_number, stored(data), "key", 2**31)
-        expected = "under 'key', which is no number from 0 to"
+        expected = "under 'key', which is not a number from 0 to"
         assert expected in message if read is None else 0 <= read < 2**31, number
 
 
@@ -195,7 +195,7 @@ def test_any_value_of_the_store_is_lines_or_refused():
         data = changed_bytes(chance, json.dumps(lines).encode())
         read, message = attempt(BaguaError, _rendezvous.stored_lines, stored(data), "key")
         if read is None:
-            assert "under 'key', which is no list of lines" in message, number
+            assert "under 'key', which is not a list of lines" in message, number
         else:
             assert all(isinstance(line, str) for line in read), number
 

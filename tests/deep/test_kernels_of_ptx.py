@@ -27,7 +27,7 @@ OF_BUILD = re.search(
 )[1].split()
 OF_BUILD = [flag for flag in OF_BUILD if not flag.startswith("-Xptxas")]
 OF_NVCC = ["-std=c++20", "-O3", *OF_BUILD, "-Icsrc", "-arch=compute_90", "-ptx"]
-OF_TRANSLATIONS = "-O0 -g0 -w -fno-strict-aliasing"  # what one leaves unused is no mistake
+OF_TRANSLATIONS = "-O0 -g0 -w -fno-strict-aliasing"  # what one leaves unused is not a mistake
 
 pytestmark = [
     pytest.mark.timeout(1800),  # the first run compiles

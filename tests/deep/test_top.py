@@ -183,7 +183,7 @@ def test_without_a_job_the_variable_is_named(capsys):
 
 def test_what_is_no_address_is_refused(capsys):
     assert main(["top", "29500"]) == 1
-    assert "29500 is no HOST:PORT" in capsys.readouterr().err
+    assert "29500 is not a HOST:PORT" in capsys.readouterr().err
 
 
 def test_jobs_of_this_machine_are_found():

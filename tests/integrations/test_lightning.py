@@ -329,7 +329,7 @@ REFUSED = {
     "type": "TypeError: BaguaStrategy: algorithm must be a name or an instance",
     "argument": "TypeError: BaguaStrategy(algorithm='bytegrad'): ",
     "value": "ValueError: ",
-    "both": "TypeError: BaguaStrategy: ['hierarchical'] are no arguments of the strategy",
+    "both": "TypeError: BaguaStrategy: ['hierarchical'] are not arguments of the strategy",
     "qadam": "ValueError: BaguaStrategy(algorithm='qadam') needs exactly one optimizer",
 }
 

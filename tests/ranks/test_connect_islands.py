@@ -188,7 +188,7 @@ def connect_beside_a_stranger(address):
 
 def test_a_strangers_number_of_ranks_is_refused_with_its_key(ranks):
     for error in on_islands(ranks, (1, 1), connect_beside_a_stranger):
-        assert "under 'ranks', which is no number" in error
+        assert "under 'ranks', which is not a number" in error
         assert "\x1b" not in error
         assert len(error) < 500
 
@@ -198,7 +198,7 @@ WRONG = [
     (None, 0, "BaguaTimeoutError: island 0 of 2: island 1 did not come within 1 s."),
     (None, 0, "calls connect_islands() too"),
     ("127.0.0.1:1", 0, "BaguaError: there is no store at 127.0.0.1:1: "),
-    ("here", 0, "store='here' is no address, such as '10.0.0.1:29500'"),
+    ("here", 0, "store='here' is not an address, such as '10.0.0.1:29500'"),
     ("127.0.0.1:1", -1, "island=-1 of islands=2 is none"),
 ]
 

@@ -129,7 +129,7 @@ def test_training_as_drawn_is_the_oracles(ranks, seed, env):
 
 
 class CountingSteps(torch.optim.SGD):
-    """Keeps a number that is no tensor."""
+    """Keeps a number that is not a tensor."""
 
     def step(self, closure=None):
         for p in self.param_groups[0]["params"]:
@@ -137,7 +137,7 @@ class CountingSteps(torch.optim.SGD):
 
 
 class CountingAll(torch.optim.SGD):
-    """Keeps a number under a key that is no parameter."""
+    """Keeps a number under a key that is not a parameter."""
 
     def step(self, closure=None):
         self.state["steps"] = 1
@@ -377,9 +377,9 @@ def test_arguments_out_of_their_range_are_refused_by_name():
         ({"outer_optimizer": CountingSteps}, "CountingSteps keeps 'steps' as a int, no tensor"),
         ({"outer_optimizer": CountingAll}, "CountingAll keeps state['steps'], which is of no para"),
         ({"fragments": 0}, "fragments=0 must be at least 1"),
-        ({"fragments": []}, "no list of module names"),
+        ({"fragments": []}, "not a list of module names"),
         ({"fragments": "0"}, "fragments is a number"),
-        ({"fragments": ["0", "1"]}, "'0' is no list of module names"),
+        ({"fragments": ["0", "1"]}, "'0' is not a list of module names"),
         ({"interval": 3, "fragments": 4}, "not interval=3"),
         ({"interval": 4, "overlap_steps": 4}, "overlap_steps=4 must be below 4"),
         ({"interval": 7, "fragments": 2, "overlap_steps": 3}, "overlap_steps=3 must be below 3"),

@@ -34,7 +34,7 @@ def test_delayed_parameters_are_checked():
     ):
         with pytest.raises(ValueError, match="need to be set at the same time"):
             DistributedDataParallel(model, **arguments)
-    with pytest.raises(ValueError, match="'other' is no parameter of the module"):
+    with pytest.raises(ValueError, match="'other' is not a parameter of the module"):
         DistributedDataParallel(
             model,
             delay_all_reduce_named_params=[("other", nn.Parameter(torch.ones(1)))],

@@ -20,16 +20,19 @@ def read(one, tensors=(), roots=()):
 
 TENSOR = {"tensor": "float32", "shape": [1], "device": "cpu"}
 REFUSED = [
-    (entry("builtins.range", {"value": "1"}), "x is no builtins.range"),
-    (entry("builtins.range", {"value": 0}, {"value": 1}, {"value": 0}), "x is no builtins.range"),
-    (entry("decimal.Decimal", {"value": "one"}), "x is no decimal.Decimal"),
-    (entry("decimal.Decimal", {"value": "sNaN"}), "x is no decimal.Decimal"),
-    (entry("pathlib.PosixPath", {"value": 3}), "x is no pathlib.PosixPath"),
-    (entry("datetime.timedelta", {"value": 10**10}), "x is no datetime.timedelta"),
-    (entry("uuid.UUID", new=True, state={"value": 3}), "x is no uuid.UUID"),
-    (entry("collections.deque", items={"tuple": []}), "x is no collections.deque: the class of"),
-    (entry("collections.deque", TENSOR), "x is no collections.deque: the class of"),
-    (entry("collections.deque", new=1), "x is no collections.deque: the class of"),
+    (entry("builtins.range", {"value": "1"}), "x is not a builtins.range"),
+    (
+        entry("builtins.range", {"value": 0}, {"value": 1}, {"value": 0}),
+        "x is not a builtins.range",
+    ),
+    (entry("decimal.Decimal", {"value": "one"}), "x is not a decimal.Decimal"),
+    (entry("decimal.Decimal", {"value": "sNaN"}), "x is not a decimal.Decimal"),
+    (entry("pathlib.PosixPath", {"value": 3}), "x is not a pathlib.PosixPath"),
+    (entry("datetime.timedelta", {"value": 10**10}), "x is not a datetime.timedelta"),
+    (entry("uuid.UUID", new=True, state={"value": 3}), "x is not a uuid.UUID"),
+    (entry("collections.deque", items={"tuple": []}), "x is not a collections.deque: the class of"),
+    (entry("collections.deque", TENSOR), "x is not a collections.deque: the class of"),
+    (entry("collections.deque", new=1), "x is not a collections.deque: the class of"),
     (
         {"dict": [[entry("collections.deque"), NONE]]},
         "x has a key that cannot be one",
@@ -50,7 +53,7 @@ def test_a_class_that_the_reader_does_not_hold_is_not_called(name):
 
 
 def test_a_function_that_the_reader_holds_is_not_called():
-    with pytest.raises(ValueError, match="x is no torch"):
+    with pytest.raises(ValueError, match="x is not a torch"):
         read(entry("torch.nn.functional.relu", NONE), roots=[torch.nn.functional.relu])
 
 

@@ -76,7 +76,7 @@ def find_upward_includes(root):
     for path in cpp_files(root):
         name = path.relative_to(root / "csrc").as_posix()
         if floor_of(name, CPP_FLOORS) is None:
-            findings.append(f"{name}: its folder is no floor")
+            findings.append(f"{name}: its folder is not a floor")
             continue
         findings += [
             f"{name} includes {header}"

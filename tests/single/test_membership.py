@@ -404,5 +404,5 @@ def test_words_of_strangers_are_refused_with_their_key_wherever_they_are_read():
 def test_numbers_outside_of_their_range_are_refused_with_their_key():
     assert number_in(b"7", "ranks", 8) == 7
     for word in (b"8", b"-1", b"1.0", b"true", b'"1"', b"[1]", b"1e999", b"0" * 21, b"\xff"):
-        with pytest.raises(BaguaError, match="under 'ranks', which is no number from 0 to 7"):
+        with pytest.raises(BaguaError, match="under 'ranks', which is not a number from 0 to 7"):
             number_in(word, "ranks", 8)

@@ -41,7 +41,7 @@ def test_what_a_build_lacks_is_told_in_a_line_before_anything_is_compiled(monkey
     programs -= {"c++", "g++", "clang++"}
     assert build.missing().startswith("there is no C++ compiler. Install g++ >= 12")
     monkeypatch.setenv("CXX", "ccache none")
-    assert build.missing().startswith("CXX=ccache is no program")
+    assert build.missing().startswith("CXX=ccache is not a program")
     programs.remove("ninja")
     assert build.missing() == "there is no ninja. pip install ninja"
     programs.remove("cmake")

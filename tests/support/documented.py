@@ -97,7 +97,7 @@ def blocks(page):
 
 
 def fragments():
-    """Blocks of Python that are no scripts, by page."""
+    """Blocks of Python that are not scripts, by page."""
     found = {}
     for page in pages():
         own = [b for b in blocks(page) if b.language == "python" and not b.is_script]

@@ -1,4 +1,4 @@
-"""For mkdocs: links to files that are no pages become their text, or links into the repository.
+"""For mkdocs: links to files that are not pages become their text, or links into the repository.
 
 Docstrings name others by roles, ":meth:`x`", of which the name stays; of "Example::" one colon.
 Calls in tables may break behind brackets and commas, so that phones show them.

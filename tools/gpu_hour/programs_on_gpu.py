@@ -1,4 +1,4 @@
-"""The programs of tools/gpu_hour that are no tests: smoke, two, steps and kernels.
+"""The programs of tools/gpu_hour that are not tests: smoke, two, steps and kernels.
 
 usage: programs_on_gpu.py NAME    (GPU_HOUR_DEVICE: cuda, or cpu in a dry run; GPU_HOUR_OUT)
 """

@@ -53,7 +53,7 @@ def missing():
             return f"there is no {program}. pip install {program}"
     given = os.environ.get("CXX", "").split()[:1]
     if not any(map(shutil.which, given or ("c++", "g++", "clang++"))):
-        what = f"CXX={given[0]} is no program" if given else "there is no C++ compiler"
+        what = f"CXX={given[0]} is not a program" if given else "there is no C++ compiler"
         return f"{what}. Install g++ >= 12 (apt install g++), or name another compiler in CXX."
     headers = sysconfig.get_path("include")
     if not Path(headers, "Python.h").exists():

@@ -34,7 +34,8 @@ namespace bagua {
 // - The destructor lets the sent reach the peers, for at most the timeout or ten seconds, and
 //   aborts then. After fork it leaves everything to the parent.
 // - Sizes that differ between ranks are the caller's error: NCCL cannot see them.
-// - A device that is no CUDA device has no stream (a null handle) and nothing to watch: a library
+// - A device that is not a CUDA device has no stream (a null handle) and nothing to watch: a
+// library
 //   that works on host memory can stand in for NCCL.
 class NcclCommunicator : public Communicator {
  public:

@@ -15,7 +15,7 @@ std::string text_of(const CallRecord& call) {
                                     "all_reduce in place"};
   const bool known = call.kind < std::size(kNames) && call.dtype >= 0 &&
                      call.dtype < static_cast<int32_t>(at::ScalarType::Undefined);
-  if (!known) return "something that is no call";
+  if (!known) return "something that is not a call";
   const auto kind = static_cast<SharedCall>(call.kind);
   const auto dtype = static_cast<at::ScalarType>(call.dtype);
   std::string text = concat(kNames[call.kind], " of ", call.bytes / c10::elementSize(dtype), " ",

@@ -216,7 +216,7 @@ class Sharing {
     meet(1);
   }
 
-  // False: it is no rank of this group, or has come before.
+  // False: it is not a rank of this group, or has come before.
   bool admit(FileDescriptor socket) {
     const PeerProcess peer = peer_of(socket);
     if (peer.uid != geteuid()) return false;

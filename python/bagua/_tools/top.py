@@ -84,7 +84,7 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         store = connect_store(stores[0], _PATIENCE)
     except ValueError:
-        return _fail(f"{stores[0]} is no HOST:PORT")
+        return _fail(f"{stores[0]} is not a HOST:PORT")
     except BaguaError:
         return _fail(f"there is no job's store at {stores[0]}")
     job = _Job(Meeting(store), stores[0])

@@ -515,7 +515,7 @@ class _Wrapping:
         if isinstance(algorithm, Algorithm):
             if arguments:
                 raise TypeError(
-                    f"BaguaStrategy: {sorted(arguments)} are no arguments of the strategy; pass "
+                    f"BaguaStrategy: {sorted(arguments)} are not arguments of the strategy; pass "
                     f"those of the algorithm to {type(algorithm).__name__} itself"
                 )
         elif not isinstance(algorithm, str):

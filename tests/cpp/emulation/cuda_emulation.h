@@ -5,7 +5,7 @@
 // in a random order, and each finds random words in its shared memory. A fiber runs until it meets
 // a barrier or an operation of its warp. What a GPU would leave undefined ends the program with a
 // message and exit status 3:
-// - an access of 4, 8 or 16 bytes at once to an address that is no multiple of that;
+// - an access of 4, 8 or 16 bytes at once to an address that is not a multiple of that;
 // - __syncthreads that some threads meet elsewhere, or never;
 // - operations of a warp that a lane of the mask does not reach, or with another mask, or by a lane
 //   that is not in it; a shuffle from a lane outside the mask.

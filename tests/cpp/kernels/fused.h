@@ -131,7 +131,7 @@ void compare_fused_steps(const std::string& what, const Codec& cpu, const FusedC
     both("encode_sum, own row " + std::to_string(own), kDTypeOf<T>, [&](FusedSide<T>& side) {
       const int rows = own == 0 ? 1 : 4;
       const PayloadVersions versions{side.rows[0], side.rows[1], side.row_bytes, rows, own};
-      // Three is no power of two: its reciprocal would give other bits.
+      // Three is not a power of two: its reciprocal would give other bits.
       const float divisor = own == 0 ? 1.0f : 3.0f;
       side.fused.encode_sum(side.chunks, versions, divisor, kDTypeOf<T>, side.scratch(kDTypeOf<T>),
                             nullptr);

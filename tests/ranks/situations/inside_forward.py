@@ -66,7 +66,7 @@ def _first_inside(gan, inputs):
 
 
 def _penalised(gan, inputs):
-    """A penalty's torch.autograd.grad inside the forward is no backward."""
+    """A penalty's torch.autograd.grad inside the forward is not a backward."""
     gan.zero_grad()
     penalties = []
     for noise in inputs:

@@ -90,7 +90,8 @@ def ignored_parameters_of_rank_specific_shape(wrap, rank, size):
 
 
 NOTHING = better(
-    lambda rank, size: weights(perceptron()), "there is nothing to communicate, which is no error"
+    lambda rank, size: weights(perceptron()),
+    "there is nothing to communicate, which is not an error",
 )
 
 

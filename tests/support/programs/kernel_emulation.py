@@ -24,7 +24,7 @@ SANITIZE_ADDRESS = (
     "-fsanitize=address,undefined -fno-sanitize=null,object-size,pointer-overflow,vptr"
     " -fno-sanitize-recover=all"
 )
-# Name -> flags, and where they differ those of the emulation itself, which is no code under test.
+# Name -> flags, and where they differ those of the emulation itself, which is not code under test.
 VARIANTS = {
     "plain": ("-O1 -g0", "-O1 -g0"),
     "address": (f"-O1 {SANITIZE_ADDRESS}", f"-O1 {SANITIZE_ADDRESS}"),

@@ -31,7 +31,7 @@ def broadcast_object(obj: Any, src: int = 0, comm: Comm = None) -> Any:
     never run.
 
     Returns:
-        ``obj`` itself on ``src`` (and on a rank that is no member), the received object elsewhere.
+        ``obj`` itself on ``src`` (and on a rank outside the group), the received object elsewhere.
 
     Raises:
         ValueError: ``src`` is not a rank of the communicator.
@@ -142,7 +142,7 @@ def _encode(obj: Any) -> tuple[bytearray, Exception | None]:
 
 def _decode(payload: bytearray) -> Any:
     if not payload.startswith(_ARCHIVE):
-        raise ValueError("they are no archive of torch.save")
+        raise ValueError("they are not an archive of torch.save")
     try:
         return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001 - the bytes may be anything

@@ -129,7 +129,7 @@ def connect_store(address: str, timeout: timedelta) -> c10d.Store:
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise ValueError(f"store={address!r} is no address, such as '10.0.0.1:29500'")
+        raise ValueError(f"store={address!r} is not an address, such as '10.0.0.1:29500'")
     sockets = _C.OpenedSockets()
     try:
         store: c10d.Store = _C.interruptible(
@@ -249,7 +249,7 @@ def _pairs(store: c10d.Store, key: str) -> list[tuple[str, str]]:
     value = read(store, key)
     pairs = [tuple(line.split(b" ")) for line in value.splitlines()]
     if len(value) > _MOST_HELLO or not all(len(p) == 2 and all(map(is_name, p)) for p in pairs):
-        _refuse(key, value, "no list of ranks")
+        _refuse(key, value, "not a list of ranks")
     return [(rank.decode("ascii"), number.decode("ascii")) for rank, number in pairs]
 
 
@@ -361,13 +361,13 @@ def whole(word: Any, below: int = 1 << 63, least: int = 0) -> int:
 def number_in(value: bytes, key: str, below: int) -> int:
     """The number from 0 up to, not including, ``below`` that the ``value`` of ``key`` is."""
     return value_in(
-        value, key, lambda word: whole(word, below), 20, f"no number from 0 to {below - 1}"
+        value, key, lambda word: whole(word, below), 20, f"not a number from 0 to {below - 1}"
     )
 
 
 def lines_in(value: bytes, key: str) -> list[str]:
     """The lines of text, a JSON list, that the ``value`` of ``key`` is."""
-    return value_in(value, key, _lines_from, what="no list of lines")
+    return value_in(value, key, _lines_from, what="not a list of lines")
 
 
 def _lines_from(word: Any) -> list[str]:
@@ -414,7 +414,7 @@ def stored_name(store: c10d.Store, key: str) -> str:
 def name_in(value: bytes, key: str) -> str:
     """The random name that the ``value`` of ``key`` is."""
     if not is_name(value):
-        _refuse(key, value, "no name")
+        _refuse(key, value, "not a name")
     return value.decode("ascii")
 
 
@@ -425,6 +425,6 @@ def is_name(value: bytes) -> bool:
 def _refuse(key: str, value: bytes, what: str) -> NoReturn:
     raise _C.BaguaError(
         f"the store has {value[:40]!r} ({len(value)} bytes) under '{key}', which is {what}: "
-        "something that is no rank of this job has written to it. Keep the store's port "
+        "something that is not a rank of this job has written to it. Keep the store's port "
         "(MASTER_PORT) from others: docs/security.md."
     )

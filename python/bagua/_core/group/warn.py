@@ -55,7 +55,7 @@ def warn(text: str, category: type[Warning] = UserWarning, *, each_rank: bool = 
 
 
 def warn_here(text: str) -> None:
-    """Warn of what is no reason to end a step, not even where warnings are errors."""
+    """Warn of what is not a reason to end a step, not even where warnings are errors."""
     with suppress(Warning):
         warn(text, RuntimeWarning, each_rank=True)
 

@@ -330,7 +330,7 @@ def _within(where: str, key: Any) -> str:
 def _plain(entry: Entry) -> Any:
     value = entry["value"]
     if value is not None and not isinstance(value, (int, float, str)):
-        raise ValueError("is no plain value")
+        raise ValueError("is not a plain value")
     return value
 
 
@@ -345,7 +345,7 @@ def _dtype_of_numpy(text: Any) -> Any:
 def _scalar(entry: Entry) -> Any:
     dtype, data = _dtype_of_numpy(entry["scalar"]), bytes.fromhex(entry["hex"])
     if dtype.kind in "SU" or len(data) != dtype.itemsize:
-        raise ValueError(f"is no {dtype} of {len(data)} bytes")
+        raise ValueError(f"is not a {dtype} of {len(data)} bytes")
     import numpy
 
     return numpy.frombuffer(data, dtype)[0]
@@ -404,7 +404,7 @@ class Reader:
     def check(self, entry: Any, where: str, depth: int = 0) -> None:
         kind = _kind_of(entry)
         if kind is None:
-            self.refuse(f"{where} is no tensor, value, list or tuple, nor another entry")
+            self.refuse(f"{where} is not a tensor, value, list or tuple, nor another entry")
         if depth > _MOST_DEPTH:
             self.refuse(f"{where} is nested deeper than {_MOST_DEPTH} levels")
         if kind == "tensor":
@@ -417,7 +417,8 @@ class Reader:
             try:
                 _LEAVES[kind](entry)
             except Exception as error:  # noqa: BLE001 - what torch and numpy refuse, and how
-                why = str(error)[:80] if kind == "value" else f"is no {kind} ({str(error)[:80]})"
+                text = str(error)[:80]
+                why = text if kind == "value" else f"is not a valid {kind} ({text})"
                 self.refuse(f"{where} {why}")
         for inner, name in self._inside(kind, entry, where):
             self.check(inner, name, depth + 1)
@@ -428,7 +429,7 @@ class Reader:
         content = entry.get(kind)
         if kind in _SEQUENCES or kind == "fields":
             if not isinstance(content, list):
-                self.refuse(f"{where} is no list of entries")
+                self.refuse(f"{where} is not a list of entries")
             for item in content:
                 yield item, where
                 if kind.endswith("set") and not _is_hashable(item):
@@ -440,7 +441,7 @@ class Reader:
             pairs = content if isinstance(content, list) else [None]
             for pair in pairs:
                 if not isinstance(pair, list) or len(pair) != 2:
-                    self.refuse(f"{where} is no list of keys and entries")
+                    self.refuse(f"{where} is not a list of keys and entries")
                 yield pair[0], f"{where}: a key"
                 if not _is_hashable(pair[0]):
                     self.refuse(f"{where} has a key that cannot be one: {str(pair[0])[:80]}")
@@ -457,9 +458,9 @@ class Reader:
             right = right and data["shape"] == [item * math.prod(shape)]
             right = right and data["tensor"] == "uint8" and data["device"] == "cpu"
         except Exception as error:  # noqa: BLE001 - as above
-            self.refuse(f"{where} is no array ({str(error)[:80]})")
+            self.refuse(f"{where} is not an array ({str(error)[:80]})")
         if not right:
-            self.refuse(f"{where} is no array of shape {str(shape)[:80]}")
+            self.refuse(f"{where} is not an array of shape {str(shape)[:80]}")
 
     def _check_own(self, kind: str, entry: Entry, where: str) -> None:
         name = entry["own"]
@@ -484,7 +485,7 @@ class Reader:
             count = len(entry["fields"]) if isinstance(entry.get("fields"), list) else None
             right = count == (None if kind == "own" else _count_of(own))
         if not right:
-            self.refuse(f"{where} is no {name[:80]}: the class of this rank is another one")
+            self.refuse(f"{where} is not a {name[:80]}: the class of this rank is another one")
 
     def _named(self, name: str) -> Any:
         """The class or function of that name; None: this rank holds none."""
@@ -502,7 +503,7 @@ class Reader:
             if _is_hashable(entry):
                 hash(made)  # some values of such classes have none, as Decimal("sNaN")
         except Exception as error:  # noqa: BLE001 - a class's own code
-            self.refuse(f"{where} is no {entry['own'][:80]} ({str(error)[:80]})")
+            self.refuse(f"{where} is not a {entry['own'][:80]} ({str(error)[:80]})")
 
     def _make(self, entry: Entry, parts: Iterable[str] = _PARTS) -> Any:
         values: dict[str, Any] = {"state": None, "items": [], "pairs": {}}

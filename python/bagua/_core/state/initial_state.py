@@ -240,7 +240,7 @@ def read_description(
     try:
         read = json.loads(text.decode())
     except (ValueError, RecursionError) as error:
-        _refuse(f"it is no JSON text ({error})")
+        _refuse(f"it is not a JSON text ({error})")
     if not isinstance(read, dict) or read.keys() != {"state", "others", "groups"}:
         _refuse("it does not consist of 'state', 'others' and 'groups'")
     reader = _Reader(optimizer)
@@ -291,7 +291,7 @@ class _Reader(Reader):
 
     def check_dict(self, entry: Any, where: str) -> None:
         if not isinstance(entry, dict) or "dict" not in entry:
-            _refuse(f"{where} is no dict of entries")
+            _refuse(f"{where} is not a dict of entries")
         self.check(entry, where)
 
     def tensor(self, entry: Entry, old: Any) -> torch.Tensor:

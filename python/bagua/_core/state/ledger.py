@@ -478,7 +478,7 @@ def _saved_ranks(state: Mapping[str, Any]) -> list[int]:
     text = str(state["ranks"])
     saved = [int(number) for number in text.split() if number.isdigit() and len(number) < 10]
     if not saved or _ranks_text(saved) != text:
-        raise ValueError(f"'ranks' is {text[:80]!r} in the state, which is no list of ranks")
+        raise ValueError(f"'ranks' is {text[:80]!r} in the state, which is not a list of ranks")
     return saved
 
 

@@ -98,7 +98,7 @@ class Finding(NamedTuple):
 
 def findings_of_cards(cards: Mapping[int, Card]) -> list[Finding]:
     found = [
-        Finding(f"rank {rank} ({card.host}): {card.reason} is no interface with an address")
+        Finding(f"rank {rank} ({card.host}): {card.reason} is not an interface with an address")
         for rank, card in cards.items()
         if not card.address
     ]

@@ -137,7 +137,7 @@ class ErrorFeedbackImpl(WarmUpImpl):
 
     def later_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
         if self._is_exact(bucket.tensors[0]):
-            # All elements are no sparse message: the mean is exact, and takes part in the outcome.
+            # All elements make no sparse message: the mean is exact, and takes part in the outcome.
             exact = operations.sparse(
                 bucket,
                 1.0,

@@ -110,7 +110,7 @@ class DiLoCoAlgorithm(Algorithm):
 
     Raises:
         TypeError: ``outer_optimizer`` makes no optimizer that steps on gradients and keeps
-            tensors; ``elastic`` is no :class:`Elastic`; ``mean_buffers`` is not a list of names.
+            tensors; ``elastic`` is not an :class:`Elastic`; ``mean_buffers`` is not a list.
         ValueError: unknown codec, or an argument out of its range; from ``bagua.wrap``: no
             optimizer, or fragments or ``mean_buffers`` that do not fit the module.
 
@@ -724,7 +724,7 @@ def check_fragments(fragments: Fragments) -> None:
         raise ValueError("fragments has no list of module names")
     for names in fragments:
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-            raise TypeError(f"fragments: {names!r} is no list of module names")
+            raise TypeError(f"fragments: {names!r} is not a list of module names")
 
 
 def _fragments_described(fragments: Fragments) -> str:

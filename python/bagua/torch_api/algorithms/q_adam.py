@@ -52,7 +52,7 @@ class QAdamAlgorithm(Algorithm):
             parameter, and 8 / ranks. Residuals change with ``step()``.
 
     Raises:
-        TypeError: the optimizer is no :class:`QAdamOptimizer`.
+        TypeError: the optimizer is not a :class:`QAdamOptimizer`.
         ValueError: unknown codec, or error feedback with ``hierarchical="sharded"``; from
             ``bagua.wrap``: an optimizer that does not fit the module.
 

@@ -52,7 +52,7 @@ def check_delayed(
     foreign = [name for name, parameter in named or () if id(parameter) not in own]
     if foreign:
         raise ValueError(
-            f"delay_all_reduce_named_params: '{foreign[0]}' is no parameter of the module. "
+            f"delay_all_reduce_named_params: '{foreign[0]}' is not a parameter of the module. "
             "Register it there, or all-reduce its gradient with "
             "bagua.torch_api.data_parallel.functional.all_reduce."
         )
