@@ -377,7 +377,7 @@ def test_arguments_out_of_their_range_are_refused_by_name():
         ({"outer_optimizer": CountingSteps}, "CountingSteps keeps 'steps' as a int, no tensor"),
         ({"outer_optimizer": CountingAll}, "CountingAll keeps state['steps'], which is of no para"),
         ({"fragments": 0}, "fragments=0 must be at least 1"),
-        ({"fragments": []}, "not a list of module names"),
+        ({"fragments": []}, "no list of module names"),
         ({"fragments": "0"}, "fragments is a number"),
         ({"fragments": ["0", "1"]}, "'0' is not a list of module names"),
         ({"interval": 3, "fragments": 4}, "not interval=3"),
