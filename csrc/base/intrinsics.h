@@ -1,6 +1,6 @@
 // Operations with different names on host and device, and equal results.
 //
-// The compilers of both sides take __builtin_rintf and __builtin_fmaf as they are; what is here
+// The compilers of both sides take __builtin_rintf and __builtin_fmaf; what is here
 // is either missing on one side or several instructions there instead of one.
 #pragma once
 

@@ -74,7 +74,7 @@ class FusedCodec {
 
   // payload <- encode(p), result <- decode(payload), x <- p - result, where p is the sum of the
   // decoded payloads of all rows, in the order of rows, divided by `divisor`, plus `before`. All
-  // are f32. The row `own` is the chunks' own payloads, as they are before.
+  // are f32. The row `own` is the chunks' own payloads, unchanged.
   virtual void encode_sum_residual(std::span<const Chunk> chunks, const PayloadVersions& versions,
                                    float divisor, const ResidualArrays& arrays, std::byte* scratch,
                                    StreamHandle stream) const = 0;

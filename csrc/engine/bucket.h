@@ -17,7 +17,7 @@ enum class Adopt {
   kNone,      // the caller's tensor aliases the bucket already (weights, momentum)
   kGradView,  // the parameter's .grad is made a view of the bucket
   kGradCopy,  // .grad stays where it is: copied in when ready, copied out at the end of backward
-  kSparse,    // .grad is handed to the op as it is, and replaced at the end of backward
+  kSparse,    // .grad is handed to the op unchanged, and replaced at the end of backward
 };
 
 // Place of one tensor in the flat bucket.

@@ -107,7 +107,7 @@ class Engine {
   // Opens a round and starts the agreement in the background. Reads the weights that are sampled.
   void begin_round(const RoundOpening& opening = {});
 
-  // A forward begins that opens no round: if none is open, the weights as they are now count as
+  // A forward begins that opens no round: if none is open, the present weights count as
   // those of the next round too. Note [Sample of the weights]
   void note_forward();
 

@@ -195,7 +195,7 @@ void GradientPath::activate(bool rooted) {
 }
 
 void GradientPath::activate_inside_forward(GradientSlot& first) {
-  // before_backward looks at gradients as they were; that of `first` has been made since.
+  // before_backward looks at the gradients from before; that of `first` has been made since.
   at::Tensor& grad = first.parameter.mutable_grad();
   at::Tensor made = std::exchange(grad, {});
   const auto restore = c10::make_scope_exit([&] { grad = std::move(made); });

@@ -43,7 +43,7 @@ struct GradientPathOptions {
   // Name of a parameter that received a gradient from a call past the wrapper, the first time.
   std::function<void(const std::string&)> on_past_wrapper;
   // Called with every error on its way through autograd, whose engine knows few types: may throw
-  // it as another that the caller of backward() recognises. Null: thrown as it is.
+  // it as another that the caller of backward() recognises. Null: thrown unchanged.
   std::function<void(const std::exception_ptr&)> on_error;
 };
 
@@ -70,7 +70,7 @@ struct GradientPathOptions {
 // Note [Every parameter answers]
 // A slot that backward did not reach contributes the gradient it holds (accumulated earlier, under
 // no_sync) or zeros, in its bucket's turn. Never a hang, never a silent skip. A parameter frozen
-// since the wrap contributes zeros, and its .grad stays as it is.
+// since the wrap contributes zeros, and its .grad stays unchanged.
 //
 // Note [Static graph]
 // A parameter shared under reentrant checkpointing receives its gradient in several parts. With

@@ -26,7 +26,7 @@ inline uint32_t version_of(const at::Tensor& tensor) {
 // by value. The alias has a storage of its own per slot (Loan), so nothing that a user does to
 // `.grad.data` moves the slot, and a holder of it other than .grad gets a private copy before the
 // core writes that memory.
-// kSparse hands .grad to the op as it is, and makes the result .grad.
+// kSparse hands .grad to the op unchanged, and makes the result .grad.
 //
 // Not thread safe: a slot belongs to the thread that accumulates its gradient, then to the one that
 // ends the round.
@@ -35,7 +35,7 @@ struct GradientSlot {
   enum class Result {
     kInPlace,  // it is the slot's memory
     kCopy,     // it gets the values, or a new tensor where there is none
-    kKeep,     // it stays as it is
+    kKeep,     // it stays unchanged
   };
 
   GradientSlot(SlotId number, const Slot& place, const Bucket& bucket);

@@ -28,7 +28,7 @@ struct LaneOptions {
   std::shared_ptr<FailureBoard> board{};          // null: failures of other ranks are not seen
   CheckSignals check_signals{};                   // while a caller waits; what it throws ends it
   // Called before a failure is rethrown; may rethrow it as a type that the caller's framework
-  // handles. Null: rethrown as it is.
+  // handles. Null: rethrown unchanged.
   std::function<void(const std::exception_ptr&)> on_error{};
 };
 

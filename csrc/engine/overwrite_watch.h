@@ -24,7 +24,7 @@ class OverwriteWatch {
   OverwriteWatch& operator=(const OverwriteWatch&) = delete;
 
   // Ends watching. Numbers of the weights whose memory, which may be another one by now, has no
-  // element left that depends on the weights as they were.
+  // element left that depends on the earlier weights.
   std::vector<size_t> end();
 
   struct State;

@@ -64,7 +64,7 @@ class PlanGuard {
   // removed. Cheap where not.
   bool moved(const Places& places) const;
 
-  // Expects from now on the places of the module as it is now, and returns true, if they hold the
+  // Expects from now on the places of the present module, and returns true, if they hold the
   // parameters that were expected and no other. Parameters are compared with what they were at the
   // wrap. The arguments are those of the constructor.
   bool accept_places(std::vector<std::string> names, const Places& places,
@@ -77,7 +77,7 @@ class PlanGuard {
   // communicates too, or an empty string: Note [Torch's reducer].
   std::string reduced_by_torch() const;
 
-  // Whether a backward through the module as it is now can reach a parameter that is trainable. Not
+  // Whether a backward through the present module can reach a parameter that is trainable. Not
   // where all are frozen, nor where functional_call() has put leaves in place of all;
   // other tensors may have been computed from the parameters. True if none was trainable.
   bool trains(const Places& places) const;

@@ -14,7 +14,7 @@ namespace bagua {
 // ranks that failed too, what they said, and last what this rank saw, with the transport's own
 // reason. A rank that failed because another did is never the verdict: where nobody is to blame, as
 // when all ranks fail alike, what this rank saw comes first. A failure that is this rank's own
-// needs no verdict and stays as it is.
+// needs no verdict and stays unchanged.
 
 // The exception with a diagnosis as its text, of the same type, or a MismatchError where all ranks
 // failed alike. `cause`: this rank's own error, which says its position. Takes up to two seconds:

@@ -16,7 +16,7 @@ namespace bagua {
 //   1. corrected(): m = g / s + e;
 //   2. the op sends a part c of m, and sums what all ranks sent;
 //   3. finish(): g <- sum * s / P in the bucket's dtype;  e <- m - c.
-// Arithmetic and memory are f32, f64 for f64 buckets. Elements are sent as they are in m, so that
+// Arithmetic and memory are f32, f64 for f64 buckets. Elements are sent as m has them, so that
 // m = c + e holds bit by bit, or through a codec. A result that is not finite leaves the memory as
 // it was: all ranks hold the same result, and decide alike (Note [Memory commits with the round]).
 //

@@ -50,7 +50,7 @@ struct TwoResiduals {
 // the mean of e plus the server residuals side by side. Server residuals are in units of the mean,
 // so that they keep their meaning where the number of ranks changes. Residuals of f64 hold what the
 // cast to f32 loses, too, and versions are then added in f64. The residuals of padding are
-// zero. A result that is not finite leaves both as they were: all ranks hold the same result, and
+// zero. A result that is not finite leaves both unchanged: all ranks hold the same result, and
 // decide alike (Note [Memory commits with the round]). With one rank, residuals of a checkpoint of
 // more ranks are added to the bucket and become zero.
 //

@@ -35,7 +35,7 @@ struct LowRankOptions {
 // for all matrices at once (math/low_rank_kernels.h).
 //
 // A bucket that is not finite on some rank, or whose result overflows its dtype, is seen by all
-// ranks alike: it becomes NaN, or is left with its infinities, and memory stays as it was
+// ranks alike: it becomes NaN, or is left with its infinities, and memory stays unchanged
 // (Note [Memory commits with the round]).
 //
 // After a round all ranks hold the same bits of the bucket and of Q; residuals E differ.

@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node=2 docs/examples/comm_hook.py --algorithm bytegrad
 
-The training loop, the optimizer and checkpoints of the model stay as they are.
+The training loop, the optimizer and checkpoints of the model stay unchanged.
 """
 
 import argparse

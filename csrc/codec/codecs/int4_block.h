@@ -10,7 +10,7 @@
 //   4. value' = (code - 8) * scale
 // Step 3 needs no bound from below, because the scale is rounded up. The product of step 4 is
 // exact. A smallest scale keeps 1 / scale finite. It matters to a residual that halves in every
-// round: below that size it stays as it is.
+// round: below that size it stays unchanged.
 #pragma once
 
 #include <cstdint>

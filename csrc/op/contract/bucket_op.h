@@ -19,7 +19,7 @@ struct Round {
 // bucket that it has for itself. Ownership: shared by the slot and the op. Thread safety: `local`
 // is written before the slot is marked and taken by the op; `result` is read after wait().
 struct SparseGradient {
-  at::Tensor local;   // this rank's, left as it is; undefined: zeros
+  at::Tensor local;   // this rank's, left unchanged; undefined: zeros
   at::Tensor result;  // the sum or mean, coalesced; memory of its own
 };
 

@@ -74,7 +74,7 @@ void CompressedReduceScatter::run(at::Tensor& flat, const Round& round) {
   if (feedback_) remember(parts, result, round);
 }
 
-// The residual, where all of the bucket is m. My own part was added as it is.
+// The residual, where all of the bucket is m. My own part was added unchanged.
 void CompressedReduceScatter::remember(const BucketParts& parts, const at::Tensor& result,
                                        const Round& round) {
   std::vector<Chunk> sent;

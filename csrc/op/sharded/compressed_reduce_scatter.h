@@ -22,7 +22,7 @@ namespace bagua {
 //   2. exchange: part p goes to rank p, every rank sends me its version of my part;
 //   3. reduce my part, tile by tile, as each segment has arrived from all ranks: add all versions
 //   in
-//      f32, in rank order, mine as it is; divide by `divisor` and convert to the bucket's dtype.
+//      f32, in rank order, mine unchanged; divide by `divisor` and convert to the bucket's dtype.
 // Afterwards part `rank` of the bucket has the result; the others are undefined.
 //
 // With a memory there is error feedback, as in ErrorFeedback: m = g / s + e is what steps 1 to 3

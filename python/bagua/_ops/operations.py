@@ -133,7 +133,7 @@ class Operation:
 
 
 def make_ops(lane: Lane, bucket: BaguaBucket) -> tuple[list[_C.BucketOp], float]:
-    """The C++ ops of a bucket, and the factor for gradients as they are put into it.
+    """The C++ ops of a bucket, and the factor of gradients that enter it.
 
     gloo has no mean: dividing takes a pass over memory, which is free where the gradient is copied
     anyway. So the mean of gradients is the sum of divided gradients, as in torch's DDP.

@@ -201,7 +201,7 @@ class ElasticRanks(FixedRanks):
         """End the process. The others do not wait for it in their next round."""
         self._membership.leave()
         own = self._group.ranks[self._group.rank]
-        _log.warning("%s %d leaves as it was told: %s", self._called, own, how)
+        _log.warning("%s %d leaves by notice: %s", self._called, own, how)
         self.close()
         raise SystemExit(0)
 
@@ -310,7 +310,7 @@ class ElasticRanks(FixedRanks):
             self._group.admission = self._group.connect_some("admission", some)
 
     def inherited_state(self) -> OuterState | None:
-        """A copy of the state before: a change that fails leaves it as it was."""
+        """A copy of the state before: a change that fails leaves it unchanged."""
         return None if self._before is None else self._before.state.copy()
 
     def begin(self, loop: OuterLoop) -> None:

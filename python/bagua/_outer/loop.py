@@ -161,7 +161,7 @@ class OuterLoop(Synchronizer):
     def use(self, *, late: bool) -> None:
         """4. Step with the mean of the round under way. ``late``: steps were made meanwhile."""
         self._receive()
-        # Nothing has changed so far: what fails before leaves weights and anchors as they were.
+        # Nothing has changed so far: what fails before leaves weights and anchors unchanged.
         counted = self._ranks.counted
         fragment = self.state.end_round(counted)
         norm = math.sqrt(fragment.squared_norm(self._means))
@@ -362,7 +362,7 @@ class OuterLoop(Synchronizer):
     def named_state(self) -> dict[str, torch.Tensor]:
         """Tensors by key that are equal on all ranks.
 
-        The result of a round under way is saved as it is: using it early would make the training
+        The result of a round under way is saved unchanged: using it early would make the training
         depend on being saved.
         """
         if self.overlaps:

@@ -115,7 +115,7 @@ class Hooks:
         self._known = [*kept, (weakref.ref(module), handle)]
 
     def of(self, models: Iterable[torch.nn.Module]) -> list[Handle]:
-        """The hooks of ``models``, given as they were before or after ``prepare``, in order."""
+        """The hooks of ``models``, given before or after ``prepare``, in order."""
         known = {module(): handle for module, handle in self._known}
         inner = [module for model in models for module in model.modules()]
         return [known[module] for module in inner if module in known]

@@ -601,7 +601,7 @@ class Session:
     # Changes while training goes on.
 
     def _take_changes(self, module: torch.nn.Module) -> None:
-        """Check that the module is as it was at the wrap; take unfrozen parameters."""
+        """Check that the module is that of the wrap; take unfrozen parameters."""
         between = self._running.makes_rounds and not self.synchronising
         takes = between and self.bagua_algorithm.traits.takes_unfrozen
         if not self._snapshot.check(module, self.bagua_module_name, unfreezing=takes):
@@ -684,7 +684,7 @@ class Session:
         self._handles = []
 
     def _undo(self) -> None:
-        """Leave the module as it was before a construction that has failed."""
+        """Leave the module in the state before a construction that has failed."""
         self._remove_hooks()
         self._ended = "its wrap failed"
         self._stop()
@@ -755,7 +755,7 @@ def _claim(session: Session) -> None:
                 f"module '{session.bagua_module_name}': parameter '{name}' belongs to module "
                 f"'{other.bagua_module_name}' too, which is wrapped already. Wrap one module that "
                 "contains both; or wrap both with copied gradients, which share a parameter "
-                "(bagua.wrap(do_flatten=False), or DistributedDataParallel as it is), with "
+                "(bagua.wrap(do_flatten=False), or DistributedDataParallel by default), with "
                 "gradient_allreduce or bytegrad."
             )
     for _, parameter in named:

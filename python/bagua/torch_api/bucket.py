@@ -56,7 +56,7 @@ class BaguaBucket:
         position: (index of this bucket, number of buckets) of the module.
         part: the number of the part of the module that it belongs to, where rounds are of one part.
         watched: whether a guard asks for samples of the last operation.
-        sampled: that operation as it was built, where it is watched.
+        sampled: the operation that was built, where it is watched.
         owns_memory: whether nothing but its tensors points into the flat memory, which may then
             move where ranks of one host share it.
 

@@ -27,7 +27,7 @@ def low_rank_matrices(
 def _matrix(
     view: torch.Tensor, rank: int, min_compression_rate: float
 ) -> tuple[int, int, int, int] | None:
-    """``(offset, rows, columns, rank)`` of a dense tensor in its memory; None: send it as it is.
+    """``(offset, rows, columns, rank)`` of a dense tensor in its memory; None: send it unchanged.
 
     Rows are the dimension that comes first in memory (of a convolution's weight its outputs, with
     channels_last too), columns all others. What has only one dimension above 1 is a vector.

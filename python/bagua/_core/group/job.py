@@ -103,7 +103,7 @@ def init_process_group(
     """Join the processes of this job.
 
     Works under ``torchrun``, with an already initialised ``torch.distributed`` (which is then
-    used as it is), with a ``store`` of your own, under ``mpirun``, ``srun`` and other launchers
+    used unchanged), with a ``store`` of your own, under ``mpirun``, ``srun`` and other launchers
     where ``MASTER_ADDR`` and ``MASTER_PORT`` are set, and alone (world size 1) where neither
     ``RANK`` nor ``WORLD_SIZE`` is set and no launcher has started several processes. After a
     restart by ``torchrun --max-restarts`` nothing is read that the processes before have left in
@@ -438,7 +438,7 @@ def from_ranks(
 
 
 def group_of_mesh(group: Any) -> Any:
-    """The torch group of a ``DeviceMesh`` of one dimension; anything else as it is."""
+    """The torch group of a ``DeviceMesh`` of one dimension; anything else unchanged."""
     if not isinstance(group, DeviceMesh):
         return group
     if group.ndim != 1:

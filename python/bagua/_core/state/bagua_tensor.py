@@ -1,7 +1,7 @@
 """``BaguaTensor``: a tensor that an algorithm has registered for communication.
 
 The functions here become methods of ``torch.Tensor`` (see ``_patch``). Their state lies in a
-side table, not on the tensor, so that pickling and copying a parameter stay as they were.
+side table, not on the tensor, so that pickling and copying a parameter stay unchanged.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from bagua._core.state.shards import is_sharded, local
 
 Entry: TypeAlias = dict[str, Any]
 
-#: Whose elements travel as they are, or as their bytes.
+#: Whose elements travel unchanged, or as their bytes.
 PLAIN_DTYPES = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),

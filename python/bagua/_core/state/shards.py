@@ -150,7 +150,7 @@ class Shards:
         self._place = f"shard{place}/ranks{ranks}/"
 
     def saved(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state of plain tensors as it is saved."""
+        """The saved form of a state of plain tensors."""
         if not self.parameters:
             return state
         found: dict[str, Any] = {"shards": self._shapes}

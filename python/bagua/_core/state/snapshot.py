@@ -156,7 +156,7 @@ class ModuleSnapshot:
         }
 
     def check(self, module: torch.nn.Module, module_name: str, *, unfreezing: bool = False) -> bool:
-        """Compare with the module as it is now: Note [Plan guard] in the C++ core.
+        """Compare with the present module: Note [Plan guard] in the C++ core.
 
         Returns whether parameters were unfrozen and nothing else differs, if ``unfreezing``.
         BaguaError names the first difference.
@@ -190,7 +190,7 @@ class ModuleSnapshot:
         )
 
     def trains(self, module: torch.nn.Module) -> bool:
-        """Whether a backward through the module as it is now can reach its trained parameters.
+        """Whether a backward through the present module can reach its trained parameters.
 
         Not where all are frozen, nor inside a ``functional_call`` with leaves in place of all.
         """

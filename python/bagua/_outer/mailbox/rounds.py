@@ -268,7 +268,7 @@ class MailboxRanks(FixedRanks):
         how = "its steps are in the anchor"
         if error is not None:
             how = f"its last steps count in a round of the others, if they were mailed ({error})"
-        _log.warning("%s leaves as it was told: %s", self._who(loop), how)
+        _log.warning("%s leaves by notice: %s", self._who(loop), how)
         self.close()
         raise SystemExit(0)
 

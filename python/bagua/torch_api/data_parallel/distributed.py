@@ -345,7 +345,7 @@ class DistributedDataParallel(BaguaModule, TorchDDP):  # type: ignore[override]
         """Replace all communication by ``hook(state, bucket)``.
 
         Every rank calls it, between two steps. Hooks run one after another, in the order of the
-        buckets, on a separate thread. Gradients arrive as they are: the hook divides. What it
+        buckets, on a separate thread. Gradients arrive undivided: the hook divides. What it
         raises is raised by ``backward()``, on all ranks.
 
         Args:

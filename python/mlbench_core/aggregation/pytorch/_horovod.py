@@ -52,7 +52,7 @@ class AllReduceAggregationHVD(AllReduceAggregation):
     Args:
         world_size: number of ranks.
         divide_before: divide before the sum, so that it does not overflow in half precision.
-        use_cuda: hand CUDA tensors to Horovod as they are, which must be built for that; otherwise
+        use_cuda: hand CUDA tensors to Horovod unchanged, which must be built for that; otherwise
             they go through CPU memory.
 
     Raises:

@@ -55,7 +55,7 @@ class Aggregation(ABC):
 
     All ranks make the same calls with the same model, operation and arguments; where they do not,
     every rank gets a ``BaguaMismatchError`` that names the difference. An exception leaves all
-    tensors as they were. Connections are made by the first aggregation.
+    tensors unchanged. Connections are made by the first aggregation.
 
     Args:
         use_cuda: communicate CUDA tensors directly; otherwise through CPU memory.
