@@ -111,6 +111,6 @@ def test_an_island_of_which_a_rank_is_killed_comes_back(tmp_path):
     assert "island(s) 1 came back before outer round" in whole
     assert broken.count("begins after 0 outer rounds, islands [0, 1]") == 1
     assert broken.count("outer rounds, islands [0, 1]") == 2
-    anchors = [re.findall("anchor: loss .*", output) for output in (whole, broken)]
+    anchors = [re.findall(r"anchor: loss [\d.]+", output) for output in (whole, broken)]
     assert len(anchors[0]) == 2
     assert sorted(anchors[0]) == sorted(anchors[1])
