@@ -1,6 +1,7 @@
 """A server that speaks S3, with conditional writes: moto's, of requirements-mailbox.txt.
 
-`python s3_server.py` serves in a process, until its input ends, and prints the port. Each request
+`python s3_server.py` serves in a process, until its input ends, and prints the port; S3_HOST and
+S3_PORT in the environment choose where, instead of any port of this machine. Each request
 whose number is a multiple of MISHAPS in the environment has a mishap: it is refused with status
 503, or done and answered with 500, in turn; 0: none has.
 """
@@ -23,12 +24,13 @@ VARIABLES = {
 
 
 def made():
-    """A server on a port of its choice, whose `serve_forever` is to be called."""
+    """A server, whose `serve_forever` is to be called."""
     from moto import server
     from werkzeug import serving
 
     app = server.DomainDispatcherApplication(server.create_backend_app)
-    return serving.make_server("127.0.0.1", 0, Mishaps(app), threaded=True)
+    host, port = os.environ.get("S3_HOST", "127.0.0.1"), int(os.environ.get("S3_PORT", "0"))
+    return serving.make_server(host, port, Mishaps(app), threaded=True)
 
 
 def variables(port):
