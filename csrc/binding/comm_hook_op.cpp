@@ -24,7 +24,7 @@ void CommHookOp::run(at::Tensor& flat, const Round&) {
     lengths.push_back(parameter.numel());
     sizes.push_back(parameter.sizes());
   }
-  // A storage of its own: a hook that resizes the buffer (batched_powerSGD_hook) must not move the
+  // A separate storage: a hook that resizes the buffer (batched_powerSGD_hook) must not move the
   // memory that gradients point to.
   at::Tensor lent = at::for_blob(flat.data_ptr(), flat.sizes())
                         .options(flat.options())

@@ -22,7 +22,7 @@ struct HookedBucket {
 
 // Calls `hook(state, torch.distributed.GradBucket)` with the GIL, waits for the future that it
 // returns without, and copies the result into the bucket. The hook communicates as it likes, with
-// process groups of its own; so all hooked buckets belong in one lane, or ranks would issue their
+// separate process groups; so all hooked buckets belong in one lane, or ranks would issue their
 // operations in different orders. An exception of the hook becomes the round's failure.
 class CommHookOp final : public BucketOp {
  public:

@@ -8,7 +8,7 @@ namespace bagua {
 // Note [Signals]
 // Python runs signal handlers, and raises KeyboardInterrupt, on its main thread only, when that
 // executes bytecode or asks for signals. A wait in C++ does neither, and gloo, a store or a
-// rendezvous cannot be woken. So the main thread hands such a call to a thread of its own and looks
+// rendezvous cannot be woken. So the main thread hands such a call to another thread, and looks
 // for signals ten times a second until it is done; a wait on a condition variable of ours looks for
 // them between its slices. What a handler raises ends the wait at once.
 

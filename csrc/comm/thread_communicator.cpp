@@ -18,7 +18,7 @@ std::string shape_text(const at::Tensor& tensor) {
   return concat(tensor.numel(), " ", dtype_text(tensor.scalar_type()));
 }
 
-// Ranks read and write each other's tensors. On a device, each under a stream of its own: all wait
+// Ranks read and write each other's tensors. On a device, each under a separate stream: all wait
 // for the device before they meet and after. A rank alone stays on its stream.
 template <typename Meeting>
 void settled(Group group, at::Device device, Meeting meeting) {

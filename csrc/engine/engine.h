@@ -79,7 +79,7 @@ using SlotId = int32_t;
 // begin_round(), published to the other ranks, and the engine refuses further work.
 //
 // Note [Streams]
-// On a device every lane has a stream of its own. A slot that is marked ready is written by work of
+// On a device every lane has a separate stream. A slot that is marked ready is written by work of
 // the marking thread's current stream; when a bucket is full, its lane's stream waits for all such
 // streams. wait() returns once everything has been enqueued, and makes the caller's current stream
 // wait for the lanes' streams: no host thread waits for what the device was given in this round; an

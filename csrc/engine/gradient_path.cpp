@@ -349,7 +349,7 @@ void GradientPath::refuse_torch_reducer() const {
 void GradientPath::refuse_unfinished() const {
   if (phase_ != kActive || !in_forward_ || !autograd::get_current_node()) return;
   refuse(
-      "a backward inside the module's forward ran a backward of its own, as "
+      "a backward inside the module's forward ran a separate backward, as "
       "checkpoint(use_reentrant=True) does, and its end cannot be known. Use "
       "checkpoint(use_reentrant=False), or call backward() after the forward has returned.");
 }

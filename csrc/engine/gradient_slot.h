@@ -23,7 +23,7 @@ inline uint32_t version_of(const at::Tensor& tensor) {
 // A slot's values are taken from whatever .grad is when autograd has accumulated into it.
 // kGradView makes .grad an alias of the bucket's memory if no other code can hold the tensor that
 // autograd made; another tensor (of the user's, or part of a graph) stays .grad and gets the result
-// by value. The alias has a storage of its own per slot (Loan), so nothing that a user does to
+// by value. The alias has a separate storage per slot (Loan), so nothing that a user does to
 // `.grad.data` moves the slot, and a holder of it other than .grad gets a private copy before the
 // core writes that memory.
 // kSparse hands .grad to the op unchanged, and makes the result .grad.

@@ -50,7 +50,7 @@ LaneOptions checked(LaneOptions options) {
   BAGUA_CHECK_ARG(options.control, "a dynamic lane needs a control communicator.");
   for (const auto& communicator : options.ops) {
     BAGUA_CHECK_ARG(communicator && communicator != options.control,
-                    "a dynamic lane's ops and its agreements need communicators of their own.");
+                    "a dynamic lane's ops and its agreements need separate communicators.");
   }
   return options;
 }

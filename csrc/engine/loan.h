@@ -1,4 +1,4 @@
-// Tensors that share a slot's memory through a storage of their own.
+// Tensors that share a slot's memory through a separate storage.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,7 +20,7 @@ class Loan {
   // Whether `tensor` is on the memory as a whole, in the slot's own layout, through this loan.
   bool is_alias(const at::Tensor& tensor) const;
 
-  // From now on the holders of aliases have memory of their own, with the same values; the slot's
+  // From now on the holders of aliases have separate memory, with the same values; the slot's
   // memory belongs to the bucket alone. Without a holder nothing is copied.
   void recall();
 

@@ -38,7 +38,7 @@ struct Histogram {
 };
 
 // Calls visit(i, key) for the elements of a block whose keys lie from `first` to `last`, in order.
-// The comparison is a loop of its own, which the compiler vectorises.
+// The comparison is a separate loop, which the compiler vectorises.
 template <typename T, typename Visit>
 BAGUA_HD void visit_block(const T* x, Key<T> first, Key<T> last, Visit visit) {
   constexpr int64_t kWord = sizeof(uint64_t);

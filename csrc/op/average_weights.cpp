@@ -23,7 +23,7 @@ void AverageWeights::run(at::Tensor& flat, const Round& round) {
                       peer_weight_.scalar_type() == flat.scalar_type() &&
                       peer_weight_.device() == flat.device() && !peer_weight_.is_alias_of(flat),
                   "bucket '", round.bucket, "': peer_weight (", peer_weight_.toString(), ", ",
-                  peer_weight_.numel(), " elements) must be memory of its own, like the bucket's (",
+                  peer_weight_.numel(), " elements) must be separate memory, like the bucket's (",
                   flat.toString(), ", ", flat.numel(), " elements).");
   // 1.
   peer_weight_.copy_(flat);

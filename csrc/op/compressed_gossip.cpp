@@ -109,7 +109,7 @@ CompressedGossip::CompressedGossip(std::shared_ptr<Communicator> communicator,
   BAGUA_CHECK_ARG(!replicas_.own.is_alias_of(replicas_.left) &&
                       !replicas_.own.is_alias_of(replicas_.right) &&
                       !replicas_.left.is_alias_of(replicas_.right),
-                  "CompressedGossip: replicas must be memory of their own.");
+                  "CompressedGossip: replicas must be separate memory.");
   BAGUA_CHECK_ARG(mixing_.left > 0 && mixing_.right > 0 && mixing_.left + mixing_.right < 1,
                   "CompressedGossip: mixing weights ", mixing_.left, " and ", mixing_.right,
                   " must be above 0 and leave something for the rank's own weights.");
@@ -122,7 +122,7 @@ void CompressedGossip::check(const at::Tensor& flat, const Round& round) const {
                       flat.device() == replicas_.own.device() && !flat.is_alias_of(replicas_.own) &&
                       !flat.is_alias_of(replicas_.left) && !flat.is_alias_of(replicas_.right),
                   "bucket '", round.bucket, "': replicas (", replicas_.own.numel(),
-                  " elements) must be memory of their own, as long as the bucket (", flat.numel(),
+                  " elements) must be separate memory, as long as the bucket (", flat.numel(),
                   " elements) and on its device.");
 }
 

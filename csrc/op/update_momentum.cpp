@@ -39,7 +39,7 @@ void UpdateMomentum::run(at::Tensor& flat, const Round& round) {
         memory.scalar_type() == flat.scalar_type() && memory.device() == flat.device() &&
             !memory.is_alias_of(flat) && offset + memory.numel() <= flat.numel(),
         "bucket '", round.bucket, "': the momentum of its slot ", i, " (", memory.toString(),
-        memory.sizes(), " at ", offset, ") must be memory of its own, like the bucket's (",
+        memory.sizes(), " at ", offset, ") must be separate memory, like the bucket's (",
         flat.toString(), ", ", flat.numel(), " elements).");
     gradients.push_back(
         at::as_strided(flat, memory.sizes(), strides, flat.storage_offset() + offset));

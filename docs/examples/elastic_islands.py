@@ -1,6 +1,6 @@
 """Islands of ranks that shard a model inside; the others go on when one is lost, and take it back.
 
-Each island is a job of its own, here one machine of two. The first one's agent also serves the
+Each island is a separate job, here one machine of two. The first one's agent also serves the
 store of all islands, which outlives ranks:
 
     torchrun --nproc_per_node=2 --max-restarts=100 --master-addr=10.0.0.1 --master-port=29500 \

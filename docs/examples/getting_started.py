@@ -14,7 +14,7 @@ model.to(device)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 model = bagua.wrap(model, [optimizer], ByteGradAlgorithm())
 
-data = torch.Generator().manual_seed(rank)  # each rank has data of its own
+data = torch.Generator().manual_seed(rank)  # each rank has other data
 for step in range(200):
     inputs = torch.rand(256, 2, generator=data).to(device)
     targets = inputs.prod(1, keepdim=True)

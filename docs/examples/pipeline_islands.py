@@ -46,7 +46,7 @@ def train(rounds, interval, folder):
     part = bagua.wrap(part, [optimizer], algorithm, process_group=mesh["island"])
     algorithm = part.bagua_algorithm
 
-    # Stages may give other parameters the same names: in a checkpoint each has keys of its own.
+    # Stages may give other parameters the same names: in a checkpoint each has separate keys.
     state = {f"stage{own}/training": PerRank(part), f"stage{own}/algorithm": algorithm}
     if folder is not None and folder.exists():
         dcp.load(state, checkpoint_id=folder)

@@ -17,7 +17,7 @@ sys.exit(check().decode() or 0)
 """
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="torch has a CUDA of its own")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA")
 @pytest.mark.timeout(400)  # the first run builds the program
 def test_flags_streams_and_pinned_memory_are_those_of_their_owner():
     torch_libraries = Path(torch.__file__).parent / "lib"

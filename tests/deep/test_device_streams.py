@@ -22,7 +22,7 @@ sys.exit(ctypes.CDLL(sys.argv[1]).device_streams(fake_nccl))
 """
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="torch has a CUDA of its own")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA")
 @pytest.mark.timeout(400)
 def test_every_op_is_ordered_by_events_and_agrees_with_the_cpu():
     library, nccl = build_fake_device(), build_fake_nccl()

@@ -1,4 +1,4 @@
-"""The watchdog of NcclCommunicator on a fake CUDA: each case in a process of its own."""
+"""The watchdog of NcclCommunicator on a fake CUDA: each case in a separate process."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ CASES = re.findall(r"^def (\w+_\w+_\w+_\w+)\(\):", PROGRAM.read_text(), re.M)
 
 
 @pytest.mark.skipif(not _C.has_nccl, reason="this build has no nccl.h")
-@pytest.mark.skipif(torch.version.cuda is not None, reason="torch has a CUDA of its own")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA")
 @pytest.mark.parametrize("case", CASES)
 def test_on_a_fake_device(case):
     (done,) = run_script(1, PROGRAM, [case], timeout=110)

@@ -62,7 +62,7 @@ class Case:
     step: int
     seconds: float
     lanes: int
-    store: str  # "agent": a process of its own has it; "rank 0"
+    store: str  # "agent": a separate process has it; "rank 0"
     seed: int = 0
 
     @property

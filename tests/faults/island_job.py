@@ -20,7 +20,7 @@ MOST_STARTS = 3  # of an island after one fault
 
 
 class IslandJob(elastic_job.Job):
-    """Islands, each with a store of its own as its torchrun would serve, and one store of all."""
+    """Islands, each with a separate store as its torchrun would serve, and one store of all."""
 
     def __init__(self, rounds=elastic_job.UNENDING, islands=2, least=1, later=0):
         super().__init__(rounds, (islands + later) * RANKS)

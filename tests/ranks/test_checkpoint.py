@@ -158,7 +158,7 @@ def test_a_module_that_is_not_wrapped_is_refused():
 
 @training.with_group
 def two_groups(folder):
-    """Two trainings of one job, each with a checkpoint of its own; then the loaded weights."""
+    """Two trainings of one job, each with a separate checkpoint; then the loaded weights."""
     groups = [communication.new_group(ranks) for ranks in ([0, 1], [2])]
     mine = groups[dist.get_rank() // 2]
     other = groups[1 - dist.get_rank() // 2]

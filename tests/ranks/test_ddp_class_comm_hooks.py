@@ -204,7 +204,7 @@ def test_errors_in_a_hook_are_raised_by_backward_on_all_ranks(ranks, hook, text)
 def refused():
     model = network()
     ddp = DistributedDataParallel(model, algorithm=ByteGradAlgorithm(False))
-    with pytest.raises(RuntimeError, match="ByteGradAlgorithmImpl has a communication of its own"):
+    with pytest.raises(RuntimeError, match="ByteGradAlgorithmImpl has a separate communication"):
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     ddp = DistributedDataParallel(model)
     with pytest.raises(TypeError, match="7 is not callable"):

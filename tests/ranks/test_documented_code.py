@@ -108,7 +108,7 @@ def run_fragments(page, folder):
 
 
 def run_cells():
-    """The cells of all tables, each with a model of its own."""
+    """The cells of all tables, each with a separate model."""
     import torch
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard

@@ -110,7 +110,7 @@ def test_plain_parameters_that_are_trained_beside_shards_are_refused_by_name(ran
 
 @sharded.with_torch_group
 def on_a_part_of_a_mesh():
-    """Two ranks of three shard; the third has a model of its own."""
+    """Two ranks of three shard; the third has a separate model."""
     group = dist.new_group([0, 2])
     if dist.get_rank() == 1:
         return None

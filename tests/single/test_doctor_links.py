@@ -1,4 +1,4 @@
-"""Rates of a link as its receiver measures them, without a network and with a clock of its own."""
+"""Rates of a link as its receiver measures them, without a network, under a manual clock."""
 
 import struct
 from types import SimpleNamespace

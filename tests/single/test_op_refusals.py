@@ -72,9 +72,9 @@ def memory_in(dtype):
 REPLICAS = r"replicas must be contiguous float32 .* equal length"
 SUM_OR_MEAN = r"takes ReduceOp.SUM or ReduceOp.AVG"
 MIXING = r"mixing weights .* must be above 0 and leave"
-OWN_WEIGHT = r"'the bucket': peer_weight .* memory of its own"
+OWN_WEIGHT = r"'the bucket': peer_weight .* separate memory"
 COMMUNICATIONS = "communications must be one int64"
-OWN_MOMENTUM = r"'the bucket': the momentum of its slot 0 .* of its own"
+OWN_MOMENTUM = r"'the bucket': the momentum of its slot 0 .* separate memory"
 DIVISOR = "the divisor must be a positive number"
 ONE = zeros(3)
 
@@ -100,7 +100,7 @@ MADE = [
     (lambda: gossip(zeros(3), zeros(3), zeros(4)), REPLICAS),
     (lambda: gossip(*(zeros(3, torch.float16) for _ in range(3))), REPLICAS),
     (lambda: gossip(*(zeros(4).view(2, 2) for _ in range(3))), REPLICAS),
-    (lambda: gossip(ONE, ONE, zeros(3)), "replicas must be memory of their own"),
+    (lambda: gossip(ONE, ONE, zeros(3)), "replicas must be separate memory"),
     (lambda: gossip(zeros(3), zeros(3), zeros(3), mixing=(0.0, 0.3)), MIXING),
     (lambda: gossip(zeros(3), zeros(3), zeros(3), mixing=(0.5, 0.5)), MIXING),
     (lambda: low_rank((0, 4, 4, 5)), "rank 5"),

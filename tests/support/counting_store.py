@@ -21,7 +21,7 @@ class CountingStore(dist.Store):
         self._clones = []
 
     def clone(self):
-        """Over a connection of its own, if ``inner`` is connected; counts here."""
+        """Over a separate connection, if ``inner`` is connected; counts here."""
         if not isinstance(self.inner, dist.TCPStore):
             return self
         other = CountingStore(self.inner.clone(), self._apart)

@@ -12,7 +12,7 @@ from support.processes.pool import MAX_RANKS
 NEEDS_CUDA = pytest.mark.needs_cuda
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)]
 each_device = pytest.mark.parametrize("device", DEVICES)
-# The two, and "nccl": each rank has a GPU of its own.
+# The two, and "nccl": each rank has a separate GPU.
 each_place = pytest.mark.parametrize("place", [*DEVICES, pytest.param("nccl", marks=NEEDS_CUDA)])
 
 
@@ -31,7 +31,7 @@ def over_on_each_device(**axes):
 
 
 def cases_on_each(place, **axes):
-    """Every combination as a test of its own on GPUs, for tests of processes; the last on CPU.
+    """Every combination as a separate test on GPUs, for tests of processes; the last on CPU.
 
     place: the argument that names where: "device", or "place" of :data:`each_place`.
     """

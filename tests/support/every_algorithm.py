@@ -1,4 +1,4 @@
-"""Every algorithm by a name of its own, for tests that hold for all of them."""
+"""Every algorithm by a separate name, for tests that hold for all of them."""
 
 from bagua.torch_api.algorithms import Algorithm, QAdamAlgorithm, QAdamOptimizer
 from support import training

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 STEPS = 5
 SMALL = {"bucket_cap_mb": 0.004}
-ALONE = {"bucket_cap_mb": 1e-5}  # every parameter has a bucket of its own
+ALONE = {"bucket_cap_mb": 1e-5}  # every parameter has a separate bucket
 
 ALGORITHMS = {
     "bytegrad": lambda: ByteGradAlgorithm(hierarchical=False),

@@ -27,13 +27,13 @@ from torch.utils import _pytree
 FEATURES, OUTPUTS, ROWS = 5, 3, 4
 TIMEOUT = timedelta(seconds=60)
 
-# For `env=`: every parameter has a bucket of its own, so that some run before backward is over.
+# For `env=`: every parameter has a separate bucket, so that some run before backward is over.
 SMALL_BUCKETS = {"BAGUA_DEFAULT_BUCKET_SIZE": "1"}
 
 
 def on_device(name):
     """For `env=`: ranks that train on "cpu", on "cuda", where they may share a GPU, or on "nccl":
-    each on a GPU of its own."""
+    each on a separate GPU."""
     if name == "cpu":
         return {}
     return {"TEST_DEVICE": "cuda", "BAGUA_COMM": "gloo" if name == "cuda" else name}

@@ -55,7 +55,7 @@ BAGUA_DEVICE void quantise_tile(const TileValues<T>& values, const T* x, int who
   }
 }
 
-// Units are tiles; a warp has one. A tile is a block with a range of its own.
+// Units are tiles; a warp has one. A tile is a block with a separate range.
 template <RangedFormat Format, typename T>
 BAGUA_DEVICE void encode_tile_of(const Tile& tile) {
   static_assert(Format::kBlockNumel == kTileNumel);

@@ -2,8 +2,8 @@
 //
 // A lane holds kRanges ranges, or its share of them; of each range kVectors vectors of kNumel
 // neighbouring elements, and their codes in kPacked groups of words. Where blocks are smaller than
-// a tile, the lane's codes of a range are one group (block_kernels.cuh). Where a tile has no ranges
-// of its own, as of casts, few vectors at a time need few registers.
+// a tile, the lane's codes of a range are one group (block_kernels.cuh). Where a tile has no
+// ranges, as of casts, few vectors at a time need few registers.
 #pragma once
 
 #include "base/device.h"

@@ -1,7 +1,7 @@
 // The extent of a tile, of a slice and of a chunk on the device: in a fixed order, without atomics,
 // and without memory that must be initialised.
 //
-// A codec with one range per chunk finds it in a launch of its own:
+// A codec with one range per chunk finds it in a separate launch:
 // scan_slices leaves the extent of each slice in scratch, and the encoder of each slice reduces all
 // slices of its chunk again (12 KiB from the second-level cache for minmax_uint8).
 #pragma once

@@ -2,7 +2,7 @@
 //
 // Memory is read and written in vectors of 16 bytes of elements. Lane l of the warp has the vectors
 // l, l + 32, l + 64, ..., so that every access of the warp is one run of consecutive bytes; the
-// codes of a vector (4 to 16 bytes) are an access of their own, just as consecutive. Vectors are
+// codes of a vector (4 to 16 bytes) are a separate access, just as consecutive. Vectors are
 // handled as 32-bit words in registers, all of a tile's loads before the first use: 8 KiB in flight
 // per warp. Elements that fill no vector, or all of them where the chunk is not aligned, are
 // handled one by one: lane l has the elements l, l + 32, ...

@@ -14,7 +14,7 @@
 
 namespace bagua {
 
-// A group of ranks, each with a CUDA device of its own, over an ncclComm_t of its own.
+// A group of ranks, each with a separate CUDA device, over a separate ncclComm_t.
 //
 // Contracts of Communicator, and:
 // - A call returns when NCCL has put its work on the current stream of the tensors' device; it does

@@ -73,7 +73,7 @@ ncclUniqueId NcclRendezvous::wait_for_id() {
   ncclUniqueId id{};
   BAGUA_CHECK(bytes.size() == sizeof(id.internal), "the store has ", bytes.size(),
               " bytes for the id of the group instead of ", sizeof(id.internal),
-              ": give each group a prefix of its own");
+              ": give each group a separate prefix");
   std::memcpy(id.internal, bytes.data(), bytes.size());
   return id;
 }

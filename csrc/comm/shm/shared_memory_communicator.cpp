@@ -99,7 +99,7 @@ template <typename Body>
 void SharedMemoryCommunicator::guarded(const CallSite& site, Body body) {
   refusal_.check(site.call);
   BAGUA_CHECK(getpid() == process_, site.call, ": this communicator is of process ", process_,
-              ", whose child this is; a child makes a group of its own");
+              ", whose child this is; a child makes a separate group");
   try {
     body();
   } catch (const std::exception& error) {

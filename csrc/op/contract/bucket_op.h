@@ -20,7 +20,7 @@ struct Round {
 // is written before the slot is marked and taken by the op; `result` is read after wait().
 struct SparseGradient {
   at::Tensor local;   // this rank's, left unchanged; undefined: zeros
-  at::Tensor result;  // the sum or mean, coalesced; memory of its own
+  at::Tensor result;  // the sum or mean, coalesced; separate memory
 };
 
 // Throws Error, naming the parameter, unless `gradient` is such a one for a parameter of `sizes`,

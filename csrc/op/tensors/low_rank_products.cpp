@@ -17,7 +17,7 @@
 namespace bagua {
 namespace {
 
-// Elements that are worth a thread of their own.
+// Elements that are worth a separate thread.
 constexpr int64_t kGrainNumel = 65536;
 
 template <typename T>

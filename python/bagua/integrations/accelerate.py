@@ -288,8 +288,8 @@ def _check_handler(handler: DistributedDataParallelKwargs) -> None:
         raise RuntimeError("use was called for this accelerator already; call it once")
     if type(handler).register_comm_hook is not DistributedDataParallelKwargs.register_comm_hook:
         raise ValueError(
-            f"use: the accelerator's handler, a {type(handler).__qualname__}, registers a "
-            "communication hook of its own; torch allows one"
+            f"use: the accelerator's handler, a {type(handler).__qualname__}, registers "
+            "another communication hook; torch allows one"
         )
     if handler.comm_hook != DDPCommunicationHookType.NO:
         raise ValueError(

@@ -37,8 +37,8 @@ __all__ = ["BaguaFabricStrategy", "BaguaStrategy", "strategies"]
 #: The release of both packages that the tests of this module run with.
 TESTED = "2.6.6"
 
-#: Package -> its modules of strategies, for a Trainer and for Fabric. The two packages have class
-#: trees of their own, and one logger, which belongs to the one that was imported last.
+#: Package -> its modules of strategies, for a Trainer and for Fabric. The two packages have
+#: separate class trees, and one logger, which belongs to the one that was imported last.
 _MODULES = {
     "lightning": ("lightning.pytorch.strategies", "lightning.fabric.strategies"),
     "pytorch_lightning": ("pytorch_lightning.strategies", "lightning_fabric.strategies"),

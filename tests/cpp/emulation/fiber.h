@@ -5,7 +5,7 @@
 
 namespace bagua::emulation {
 
-// A function that runs on a stack of its own until it returns, in turns with its starter.
+// A function that runs on a separate stack until it returns, in turns with its starter.
 // One at a time per program: fibers start no fibers and belong to one thread.
 class Fiber {
  public:

@@ -72,7 +72,7 @@ inline constexpr DType kDTypeOf<BFloat16> = DType::kBFloat16;
   std::exit(1);
 }
 
-// One side of a comparison: a codec with memory of its own.
+// One side of a comparison: a codec with separate memory.
 template <typename T>
 struct Side {
   const Codec& codec;

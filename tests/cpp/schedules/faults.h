@@ -12,7 +12,7 @@
 
 namespace bagua::stress {
 
-// Does something in a thread of its own once so many points have been passed, unless it is
+// Does something in a separate thread once so many points have been passed, unless it is
 // destroyed before.
 class AtPoint {
  public:

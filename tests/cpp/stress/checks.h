@@ -15,7 +15,7 @@
 
 namespace bagua::stress {
 
-// Asks for statistics from a thread of its own until destroyed.
+// Asks for statistics from a separate thread until destroyed.
 class StatsReader {
  public:
   explicit StatsReader(const Engine& engine) : thread_([this, &engine] { read(engine); }) {}

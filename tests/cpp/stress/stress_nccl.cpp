@@ -74,7 +74,7 @@ void run_rank(const Library& library, const c10::intrusive_ptr<c10d::HashStore>&
               const Round& round, int rank) {
   const milliseconds timeout{round.fate == Fate::kHeld ? 60 : 20000};
   FakeGuard().setDevice(kDevice);
-  // A stream of a GPU of its own, without kernels of rounds before: held events are those behind a
+  // A stream of a separate GPU, without kernels of rounds before: held events are those behind a
   // kernel, so that the first call of a round begins, and times out.
   static std::atomic<int> gpus{0};
   current_stream = 8 * ++gpus;

@@ -1,4 +1,4 @@
-// Ranks of a schedule: threads of one process, each with an engine of its own.
+// Ranks of a schedule: threads of one process, each with a separate engine.
 #pragma once
 
 #include <algorithm>

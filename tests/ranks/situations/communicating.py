@@ -38,7 +38,7 @@ def zero_redundancy_optimizer_that_was_loaded(wrap, rank, size):
 
 
 def a_group_of_some_ranks(wrap, rank, size):
-    """The last rank is alone in a group of its own."""
+    """The last rank is alone in a separate group."""
     groups = [dist.new_group(list(range(size - 1))), dist.new_group([size - 1])]
     module = perceptron()
     trained(wrap, rank, module, process_group=groups[rank == size - 1])

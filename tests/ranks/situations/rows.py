@@ -17,7 +17,7 @@ class Expectation:
     - `better`: torch is wrong, and `oracle(rank, size)` gives the right values.
     - `refused`: an exception whose text matches `text`, on every rank; with an oracle if torch is
       wrong.
-    - `raises`: as torch does, with a text of its own that matches.
+    - `raises`: as torch does, with another text that matches.
     - `warned`: values may differ from torch's; a warning matches `text`.
 
     reason: for the table of the documentation.

@@ -72,7 +72,7 @@ class FakeCuda:
         return self.tensor(host.data_ptr(), host.numel())
 
     def begin_rank(self, device):
-        """``device`` becomes the calling thread's, with a stream on a GPU of its own."""
+        """``device`` becomes the calling thread's, with a stream on a separate GPU."""
         self.set_device(device.index)
         self.set_stream(next(_gpus) * STREAMS_PER_GPU)
 

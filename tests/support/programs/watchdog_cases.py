@@ -257,7 +257,7 @@ def a_forked_child_leaves_the_communicator_to_its_parent():
 
 
 def on_ranks(function):
-    """function(connections) on two ranks that are threads, each with a GPU of its own."""
+    """function(connections) on two ranks that are threads, each with a separate GPU."""
     store = dist.HashStore()
     _transport.nccl_library = lambda: nccl.library
     results = [None, None]

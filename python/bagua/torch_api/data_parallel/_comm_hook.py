@@ -81,7 +81,7 @@ def _check_algorithm(algorithm: AlgorithmImpl) -> None:
     if type(algorithm) is not GradientAllReduceAlgorithmImpl:
         raise RuntimeError(
             "register_comm_hook replaces the all-reduce of GradientAllReduceAlgorithm; "
-            f"{type(algorithm).__name__} has a communication of its own: drop one of the two"
+            f"{type(algorithm).__name__} has a separate communication: drop one of the two"
         )
 
 
