@@ -166,17 +166,11 @@ class NcclRanks final : public NcclCommunicator {
   void start(const CallSite& site, const Start& start_on) {
     const auto stream = static_cast<cudaStream_t>(current_stream_handle(device_));
     std::optional<c10::Event> begins;
-    if (watchdog_.pointer()) begins = recorded();
+    if (watchdog_.pointer()) begins = watchdog_->recorded();
     handle_->call(site, [&](const NcclFunctions& nccl, ncclComm_t comm) {
       return start_on(nccl, comm, stream);
     });
-    if (watchdog_.pointer()) watchdog_->watch(site, std::move(*begins), recorded());
-  }
-
-  c10::Event recorded() const {
-    c10::Event event(device_.type());
-    event.record(current_stream(device_));
-    return event;
+    if (watchdog_.pointer()) watchdog_->watch(site, std::move(*begins), watchdog_->recorded());
   }
 
   void call_back(const OnReceived& on_received, size_t count) {

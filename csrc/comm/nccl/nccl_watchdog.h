@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <thread>
+#include <vector>
 
 #include <c10/core/Event.h>
 
@@ -22,8 +23,9 @@ namespace bagua {
 // The timeout counts from the moment at which the stream has come to the call: work of the caller's
 // in front of it may take as long as it likes. It sleeps while no call is in flight.
 //
-// Thread safety: watch() from the owner. The destructor joins; what is in flight is forgotten. A
-// process that forks or ends must not run the destructor in the child, nor wait for the thread.
+// Thread safety: recorded() and watch() from the owner. The destructor joins; what is in flight is
+// forgotten. A process that forks or ends must not run the destructor in the child, nor wait for
+// the thread.
 class NcclWatchdog final {
  public:
   NcclWatchdog(std::shared_ptr<NcclHandle> handle, Group group);
@@ -31,7 +33,11 @@ class NcclWatchdog final {
   NcclWatchdog(const NcclWatchdog&) = delete;
   NcclWatchdog& operator=(const NcclWatchdog&) = delete;
 
-  // begins, finished: recorded on the stream in front of the call and behind it.
+  // An event in front of a call or behind it, recorded on the calling thread's current stream: one
+  // of an earlier call that has ended, or a new one.
+  c10::Event recorded();
+
+  // begins, finished: recorded() before the call and after it.
   void watch(const CallSite& site, c10::Event begins, c10::Event finished);
 
  private:
@@ -54,6 +60,7 @@ class NcclWatchdog final {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Flight> in_flight_;  // in the order of the calls
+  std::vector<c10::Event> idle_;  // at most kMostIdle
   bool stopped_ = false;
   std::thread thread_;
 };

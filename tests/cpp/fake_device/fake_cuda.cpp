@@ -21,6 +21,7 @@ void fake_cuda_set_device(int device) {
 }
 int fake_cuda_device() { return current_device; }
 int fake_cuda_events() { return events; }
+int fake_cuda_events_made() { return events_made; }
 unsigned fake_cuda_contexts() { return contexts; }
 
 PyObject* fake_cuda_tensor(float* data, int64_t numel) {

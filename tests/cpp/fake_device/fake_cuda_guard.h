@@ -20,10 +20,11 @@ namespace {
 
 const c10::Device kDevice(c10::DeviceType::CUDA, 1);
 
-std::atomic<bool> holds{false};     // events behind kernels do not come true
-std::atomic<bool> breaks{false};    // asking for one is an error
-std::atomic<bool> refuses{false};   // setting a device is an error, as after an illegal access
-std::atomic<int> events{0};         // that exist
+std::atomic<bool> holds{false};    // events behind kernels do not come true
+std::atomic<bool> breaks{false};   // asking for one is an error
+std::atomic<bool> refuses{false};  // setting a device is an error, as after an illegal access
+std::atomic<int> events{0};        // that exist
+std::atomic<int> events_made{0};
 std::atomic<unsigned> contexts{0};  // a bit for each device that has one
 
 // Functions of the fake NCCL: how many kernels a stream has been given, whether so many have ended.
@@ -74,6 +75,7 @@ class FakeGuard final : public c10::impl::DeviceGuardImplInterface {
     set_for_a_while(kDevice.index());
     if (!*event) {
       ++events;
+      ++events_made;
       *event = new Event;
     }
     void* const handle = getStreamNativeHandle(stream);
