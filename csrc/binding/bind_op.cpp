@@ -136,15 +136,21 @@ void bind_all_reduce(py::module_& m) {
 void bind_hierarchical(py::module_& m) {
   py::class_<ShardedHierarchical, BucketOp, std::shared_ptr<ShardedHierarchical>>(
       m, "ShardedHierarchical", "inner: by share; None for those of other ranks of the node.")
-      .def(py::init([](std::shared_ptr<Communicator> node,
-                       std::vector<std::shared_ptr<BucketOp>> inner,
-                       std::shared_ptr<Scratch> scratch, int ranks, int nodes, ReduceOp op) {
-             return std::make_shared<ShardedHierarchical>(
-                 std::move(node), std::move(inner), std::move(scratch),
-                 NodeShare{.ranks = ranks, .nodes = nodes, .op = op});
-           }),
-           py::arg("node"), py::arg("inner"), py::arg("scratch"), py::arg("ranks"),
-           py::arg("nodes"), py::arg("op"));
+      .def(
+          py::init([](std::shared_ptr<Communicator> node,
+                      std::vector<std::shared_ptr<BucketOp>> inner,
+                      std::shared_ptr<Scratch> scratch, int ranks, int nodes, ReduceOp op,
+                      const std::string& device) {
+            const c10::Device on(device);
+            const c10::OptionalDeviceGuard guard(on.has_index() ? std::optional(on) : std::nullopt);
+            return std::make_shared<ShardedHierarchical>(
+                std::move(node), std::move(inner), std::move(scratch),
+                NodeShare{.ranks = ranks, .nodes = nodes, .op = op},
+                on.is_cuda() ? make_cuda_plain_sum() : nullptr);
+          }),
+          py::arg("node"), py::arg("inner"), py::arg("scratch"), py::arg("ranks"), py::arg("nodes"),
+          py::arg("op"), py::arg("device") = "cpu",
+          "device: of the buckets; kernels are loaded there.");
 
   py::class_<CompressedReduceScatter, BucketOp, std::shared_ptr<CompressedReduceScatter>>(
       m, "CompressedReduceScatter", "Afterwards part `rank` of the bucket has the result.")

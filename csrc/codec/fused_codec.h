@@ -20,6 +20,12 @@ struct PayloadVersions {
   int32_t own;  // the row whose memory is not read: each function says what stands for it
 };
 
+// What a sum is divided by, and what the quotient is multiplied by.
+struct SumScale {
+  float divisor;
+  float factor;
+};
+
 // Three f32 arrays beside the array `x` that chunks are pieces of: element i of each belongs to
 // element i of x.
 struct ThreeArrays {
@@ -71,6 +77,12 @@ class FusedCodec {
   virtual void encode_sum(std::span<const Chunk> chunks, const PayloadVersions& versions,
                           float divisor, DType dtype, std::byte* scratch,
                           StreamHandle stream) const = 0;
+
+  // x <- the sum of all rows, in their order and in f32, divided and multiplied as `scale` has it,
+  // each step rounded. The row `own` is x itself, the others are decoded payloads, at the places
+  // that the chunks' own payloads, which are not touched, have in the row `results`.
+  virtual void sum(std::span<const Chunk> chunks, const PayloadVersions& versions,
+                   const SumScale& scale, DType dtype, StreamHandle stream) const = 0;
 
   // payload <- encode(p), result <- decode(payload), x <- p - result, where p is the sum of the
   // decoded payloads of all rows, in the order of rows, divided by `divisor`, plus `before`. All

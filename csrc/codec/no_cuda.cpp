@@ -1,6 +1,7 @@
 // In place of the CUDA codecs where the build has no CUDA.
 #include "base/check.h"
 #include "codec/cuda/chunk_codec_cuda.h"
+#include "codec/plain_sum.h"
 #include "codec/sparse_codec.h"
 
 namespace bagua {
@@ -21,6 +22,8 @@ namespace {
 std::shared_ptr<const Codec> make_cuda_codec(const std::string& name) {
   refuse(concat("codec '", name, "'"));
 }
+
+std::shared_ptr<const PlainSum> make_cuda_plain_sum() { return nullptr; }
 
 std::shared_ptr<const SparseCodec> make_cuda_sparse_codec() {
   refuse("the codec of sparse messages");

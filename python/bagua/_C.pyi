@@ -305,6 +305,7 @@ class ShardedHierarchical(BucketOp):
         ranks: int,
         nodes: int,
         op: ReduceOp,
+        device: str = "cpu",
     ) -> None: ...
 
 class AverageWeights(BucketOp):

@@ -115,6 +115,7 @@ void load_kernels(const Codec& codec) {
     codec.decode(chunks, dtype, nullptr);
     codec.decode_add(chunks, dtype, 1.0f, nullptr);
     fused.encode_sum(chunks, {}, 1.0f, dtype, nullptr, nullptr);
+    fused.sum(chunks, {}, {}, dtype, nullptr);
     fused.encode_combined(chunks, {}, {}, dtype, nullptr, nullptr);
     fused.decode_add_three(chunks, {}, {}, dtype, nullptr);
   }

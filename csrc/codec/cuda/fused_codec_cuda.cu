@@ -2,8 +2,10 @@
 #include "codec/chunk_batch.h"
 #include "codec/codecs.h"
 #include "codec/cuda/fused_codec_cuda.h"
+#include "codec/cuda/plain_sum_kernels.cuh"
 #include "codec/cuda/sum_kernels.cuh"
 #include "codec/cuda/three_array_kernels.cuh"
+#include "codec/plain_sum.h"
 
 namespace bagua {
 
@@ -18,6 +20,13 @@ class FusedCodecCuda final : public FusedCodec {
                   DType dtype, std::byte*, StreamHandle stream) const override {
     visit_dtype(dtype, [&]<typename T>(T) {
       launch_sum(chunks, versions, MeanInPlaceArguments<T>{divisor}, stream);
+    });
+  }
+
+  void sum(std::span<const Chunk> chunks, const PayloadVersions& versions, const SumScale& scale,
+           DType dtype, StreamHandle stream) const override {
+    visit_dtype(dtype, [&]<typename T>(T) {
+      launch_sum_tiles<Format, T>(chunks, versions, scale, stream);
     });
   }
 
@@ -54,7 +63,28 @@ class FusedCodecCuda final : public FusedCodec {
   }
 };
 
+class PlainSumCuda final : public PlainSum {
+ public:
+  void sum(std::span<const Chunk> chunks, const PayloadVersions& versions, const SumScale& scale,
+           DType dtype, StreamHandle stream) const override {
+    visit_dtype(dtype, [&]<typename T>(T) {
+      launch_sum_tiles<PlainElements<T>, T>(chunks, versions, scale, stream);
+    });
+  }
+};
+
 }  // namespace
+
+std::shared_ptr<const PlainSum> make_cuda_plain_sum() {
+  auto plain = std::make_shared<const PlainSumCuda>();
+  const LoadsKernels here;
+  float x = 0;
+  const Chunk chunk{&x, nullptr, 1};
+  for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
+    plain->sum({&chunk, 1}, {}, {}, dtype, nullptr);
+  }
+  return plain;
+}
 
 std::unique_ptr<const FusedCodec> make_fused_cuda_codec(const std::string& name) {
   std::unique_ptr<const FusedCodec> codec = make_fused_slice_codec(name);

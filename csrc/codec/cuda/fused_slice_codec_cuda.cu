@@ -4,6 +4,7 @@
 #include "codec/chunk_batch.h"
 #include "codec/codecs.h"
 #include "codec/cuda/fused_codec_cuda.h"
+#include "codec/cuda/plain_sum_kernels.cuh"
 #include "codec/cuda/slice_kernels.cuh"
 
 namespace bagua {
@@ -47,6 +48,13 @@ class FusedSliceCodecCuda final : public FusedCodec {
                of_own);
         launch_sum(batch, versions, MeanInPlaceArguments<T>{divisor}, of_own, of_mean, stream);
       });
+    });
+  }
+
+  void sum(std::span<const Chunk> chunks, const PayloadVersions& versions, const SumScale& scale,
+           DType dtype, StreamHandle stream) const override {
+    visit_dtype(dtype, [&]<typename T>(T) {
+      launch_sum_tiles<Format, T>(chunks, versions, scale, stream);
     });
   }
 

@@ -229,6 +229,16 @@ struct RangeValues {
     return values;
   }
 
+  // Calls function(vector, k, value) for each element.
+  template <typename Function>
+  BAGUA_DEVICE void for_each(Function function) const {
+    BAGUA_UNROLL
+    for (int v = 0; v < Map::kVectors; ++v) {
+      BAGUA_UNROLL
+      for (int k = 0; k < Map::kNumel; ++k) function(v, k, of[v][k]);
+    }
+  }
+
   // The coder of the range, the same in all of its lanes, for elements of T. All lanes of the warp
   // call it.
   template <typename Format, typename T>

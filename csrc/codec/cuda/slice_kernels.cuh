@@ -101,7 +101,7 @@ BAGUA_DEVICE void sum_by_elements(const Tile& tile, const PayloadVersions& versi
                                   ExtentOf<Format>& extent) {
   const auto fill = [&](const OwnVersion<Format, T>* version) {
     for (int i = lane_index(); i < tile.numel; i += kWarpLanes) {
-      const float sum = sum_of_element(tile, versions, {0, tile.numel, 0}, version, i);
+      const float sum = sum_of_element<Format, T>(tile, versions, {0, tile.numel, 0}, version, i);
       const float completed = goal.completed(sum, i);
       extent.take(0, completed);
       goal.x[i] = narrow<T>(completed);

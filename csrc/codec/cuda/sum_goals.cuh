@@ -120,11 +120,10 @@ struct RangePlace {
 };
 
 // The sum of element i of a range over all versions, in the order of rows. `own`: the version of
-// row `own`; null where that is encoded.
-template <typename Format, typename T>
+// row `own`, an OwnVersion or plain elements; null where that is encoded.
+template <typename Format, typename T, typename Own>
 BAGUA_DEVICE float sum_of_element(const Tile& tile, const PayloadVersions& versions,
-                                  const RangePlace& place, const OwnVersion<Format, T>* own,
-                                  int i) {
+                                  const RangePlace& place, const Own* own, int i) {
   const TileSections<Format, T> sections(tile);
   float sum = 0;
   for (int row = 0; row < versions.rows; ++row) {

@@ -18,7 +18,7 @@ BAGUA_DEVICE void encode_sum_by_elements(const Tile& tile, const PayloadVersions
     T* const x = goal.x + first;
     const auto fill = [&](const OwnVersion<Format, T>* own) {
       for (int i = lane_index(); i < numel; i += kWarpLanes) {
-        const float sum = sum_of_element(tile, versions, {first, numel, range}, own, i);
+        const float sum = sum_of_element<Format, T>(tile, versions, {first, numel, range}, own, i);
         x[i] = narrow<T>(goal.completed(sum, first + i));
       }
     };

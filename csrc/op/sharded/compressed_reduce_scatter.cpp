@@ -31,6 +31,20 @@ void reduce(const BucketParts& parts, const at::Tensor& sum, const at::Tensor& r
   result.narrow(0, first, numel).copy_(total);
 }
 
+// Step 3 in one launch: this rank's part of the values becomes the result.
+void reduce_in_place(const BucketParts& parts, double divisor, int64_t first_tile,
+                     int64_t end_tile) {
+  const int rank = parts.group.rank;
+  const PayloadVersions versions{.results = parts.receive.row(rank),
+                                 .first = parts.receive.row(0),
+                                 .stride = parts.receive.stride,
+                                 .rows = parts.group.size,
+                                 .own = rank};
+  parts.calls.fused()->sum(
+      own_chunks(parts, parts.part(rank), parts.receive, rank, first_tile, end_tile), versions,
+      {.divisor = static_cast<float>(divisor), .factor = 1.0f}, parts.dtype, parts.calls.stream());
+}
+
 }  // namespace
 
 CompressedReduceScatter::CompressedReduceScatter(std::shared_ptr<Communicator> communicator,
@@ -63,10 +77,15 @@ void CompressedReduceScatter::run(at::Tensor& flat, const Round& round) {
       feedback_ ? feedback_->corrected(flat, round) : codec_values(flat, *scratch_);
   const double divisor = feedback_ ? divisor_ / round.grad_scale : divisor_;
   const BucketParts parts = cut(values, group, *codec_, *scratch_);
-  const at::Tensor sum = scratch_->get(Scratch::kSum, parts.stride, at::kFloat, flat.device());
   const at::Tensor result = flat.narrow(0, parts.first(group.rank), parts.stride);
+  at::Tensor sum;
+  if (parts.calls.fused() == nullptr) {
+    sum = scratch_->get(Scratch::kSum, parts.stride, at::kFloat, flat.device());
+  }
   const auto reduce_tiles = [&](int64_t first, int64_t end) {
-    reduce(parts, sum, result, divisor, first, end);
+    if (sum.defined()) return reduce(parts, sum, result, divisor, first, end);
+    reduce_in_place(parts, divisor, first, end);
+    if (!values.is_same(flat)) result.copy_(parts.part(group.rank));
   };
   // 1. to 3.
   scatter(exchange_, parts, round, reduce_tiles);

@@ -4,19 +4,23 @@
 #include <utility>
 
 #include "base/check.h"
+#include "comm/device_stream.h"
 #include "op/tensors/arithmetic_dtype.h"
 #include "op/tensors/reals.h"
 #include "op/wire/bucket_parts.h"
+#include "op/wire/codec_calls.h"
 
 namespace bagua {
 
 ShardedHierarchical::ShardedHierarchical(std::shared_ptr<Communicator> node,
                                          std::vector<std::shared_ptr<BucketOp>> inner,
-                                         std::shared_ptr<Scratch> scratch, NodeShare share)
+                                         std::shared_ptr<Scratch> scratch, NodeShare share,
+                                         std::shared_ptr<const PlainSum> kernel)
     : node_(std::move(node)),
       inner_(std::move(inner)),
       scratch_(std::move(scratch)),
-      share_(share) {
+      share_(share),
+      kernel_(std::move(kernel)) {
   const Group group = node_->group();
   BAGUA_CHECK_ARG(share_.nodes == 1 || static_cast<int>(inner_.size()) >= group.size,
                   "ShardedHierarchical: ", inner_.size(), " shares for a node of ", group.size,
@@ -81,17 +85,51 @@ void ShardedHierarchical::reduce(const at::Tensor& reals) {
     }
   }
   if (node.size > 1) node_->exchange(sends, receives);
-  const double weight = static_cast<double>(node.size) * share_.nodes / share_.ranks;
-  for (int64_t number = node.rank; number < shares; number += node.size) {
+  const double of_mean = static_cast<double>(node.size) * share_.nodes / share_.ranks;
+  const double weight = share_.op == ReduceOp::kAvg ? of_mean : 1.0;
+  const double divisor = share_.op == ReduceOp::kAvg ? node.size : 1.0;
+  if (kernel_ && at::isFloatingType(reals.scalar_type()) && reals.scalar_type() != at::kDouble) {
+    return add_at_once(reals, versions, stride, divisor, weight);
+  }
+  add_one_by_one(reals, versions, stride, divisor, weight);
+}
+
+void ShardedHierarchical::add_at_once(const at::Tensor& reals, const at::Tensor& versions,
+                                      int64_t stride, double divisor, double weight) {
+  const Group node = node_->group();
+  auto* const rows = static_cast<std::byte*>(versions.data_ptr());
+  const int64_t row_bytes = stride * reals.element_size();
+  std::vector<Chunk> chunks;
+  for (int64_t number = node.rank; number < static_cast<int64_t>(inner_.size());
+       number += node.size) {
+    const at::Tensor share = share_of(reals, number);
+    chunks.push_back(
+        {share.data_ptr(), rows + number / node.size * node.size * row_bytes, share.numel()});
+  }
+  kernel_->sum(
+      chunks,
+      {.results = rows, .first = rows, .stride = row_bytes, .rows = node.size, .own = node.rank},
+      {.divisor = static_cast<float>(divisor), .factor = static_cast<float>(weight)},
+      codec_dtype(reals.scalar_type()), current_stream_handle(reals.device()));
+}
+
+void ShardedHierarchical::add_one_by_one(const at::Tensor& reals, const at::Tensor& versions,
+                                         int64_t stride, double divisor, double weight) {
+  const Group node = node_->group();
+  for (int64_t number = node.rank; number < static_cast<int64_t>(inner_.size());
+       number += node.size) {
     at::Tensor share = share_of(reals, number);
+    const int64_t first_row = number / node.size * node.size;
     at::Tensor total = scratch_->get(Scratch::kSum, share.numel(),
                                      arithmetic_dtype(share.scalar_type()), share.device());
     total.zero_();
     for (int rank = 0; rank < node.size; ++rank) {
-      total.add_(rank == node.rank ? share : version(number, rank));
+      total.add_(rank == node.rank
+                     ? share
+                     : versions.narrow(0, (first_row + rank) * stride, share.numel()));
     }
-    if (share_.op == ReduceOp::kAvg && node.size > 1) total.div_(node.size);
-    if (share_.op == ReduceOp::kAvg && weight != 1.0) total.mul_(weight);
+    if (divisor != 1.0) total.div_(divisor);
+    if (weight != 1.0) total.mul_(weight);
     share.copy_(total);
   }
 }

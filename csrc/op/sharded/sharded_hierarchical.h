@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "codec/plain_sum.h"
 #include "comm/communicator.h"
 #include "ledger/scratch.h"
 #include "op/contract/bucket_op.h"
@@ -32,10 +33,12 @@ namespace bagua {
 class ShardedHierarchical final : public BucketOp {
  public:
   // `inner`: one op for each share, the same number on all ranks; null for shares of other ranks of
-  // the node. Empty where there is one node.
+  // the node. Empty where there is one node. `kernel`: adds the versions of all shares at once, in
+  // place of ATen's operations; of buckets that have a DType. Null on CPU.
   ShardedHierarchical(std::shared_ptr<Communicator> node,
                       std::vector<std::shared_ptr<BucketOp>> inner,
-                      std::shared_ptr<Scratch> scratch, NodeShare share);
+                      std::shared_ptr<Scratch> scratch, NodeShare share,
+                      std::shared_ptr<const PlainSum> kernel = nullptr);
   void run(at::Tensor& flat, const Round& round) override;
   std::string describe() const override;
 
@@ -44,12 +47,19 @@ class ShardedHierarchical final : public BucketOp {
   at::Tensor share_of(const at::Tensor& reals, int64_t number) const;
   int owner(int64_t number) const;
   void reduce(const at::Tensor& reals);
+  // The sum of all versions of each share of this rank, scaled. `versions`: the other ranks', rows
+  // of `stride` elements, by share, then by rank.
+  void add_at_once(const at::Tensor& reals, const at::Tensor& versions, int64_t stride,
+                   double divisor, double weight);
+  void add_one_by_one(const at::Tensor& reals, const at::Tensor& versions, int64_t stride,
+                      double divisor, double weight);
   void distribute(const at::Tensor& reals);
 
   std::shared_ptr<Communicator> node_;
   std::vector<std::shared_ptr<BucketOp>> inner_;
   std::shared_ptr<Scratch> scratch_;
   NodeShare share_;
+  std::shared_ptr<const PlainSum> kernel_;
 };
 
 }  // namespace bagua

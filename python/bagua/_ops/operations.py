@@ -167,7 +167,10 @@ def among(
         nodes = len(connections.leaders())
         node, between = lane.shares(group)
         inner = [None if members is None else make(members) for members in between]
-        return _C.ShardedHierarchical(node, inner, lane.scratch, connections.size, nodes, reduce)
+        device = str(lane.device)
+        return _C.ShardedHierarchical(
+            node, inner, lane.scratch, connections.size, nodes, reduce, device
+        )
     return _hierarchical(lane, group, lane.connections(group).size, reduce, make)
 
 

@@ -10,6 +10,39 @@
 
 namespace bagua::fake {
 
+inline void note_other_rows(const char* what, StreamHandle stream, const Chunk& chunk,
+                            const PayloadVersions& versions, int64_t bytes) {
+  for (int row = 0; row < versions.rows; ++row) {
+    if (row == versions.own) continue;
+    const std::byte* const payload =
+        versions.first + row * versions.stride + (chunk.payload - versions.results);
+    note(what, stream, payload, bytes, false);
+  }
+}
+
+// One launch, which reads x and the other rows and writes x. bytes_of(chunk): of its payload.
+template <typename BytesOf>
+void note_sum(StreamHandle stream, std::span<const Chunk> chunks, const PayloadVersions& versions,
+              DType dtype, BytesOf bytes_of) {
+  count_launches(chunks);
+  for (const Chunk& chunk : chunks) {
+    note_other_rows("sum", stream, chunk, versions, bytes_of(chunk));
+    for (const bool write : {false, true}) {
+      note("sum", stream, chunk.x, chunk.numel * dtype_bytes(dtype), write);
+    }
+  }
+}
+
+class NotingPlainSum final : public PlainSum {
+ public:
+  void sum(std::span<const Chunk> chunks, const PayloadVersions& versions, const SumScale& scale,
+           DType dtype, StreamHandle stream) const override {
+    note_sum(stream, chunks, versions, dtype,
+             [&](const Chunk& chunk) { return chunk.numel * dtype_bytes(dtype); });
+    PlainSumReference().sum(chunks, versions, scale, dtype, nullptr);
+  }
+};
+
 // Does the steps one by one, and notes what the kernels would touch.
 class NotingFusedCodec final : public FusedCodec {
  public:
@@ -41,6 +74,13 @@ class NotingFusedCodec final : public FusedCodec {
       note("encode_sum", stream, chunk.payload, bytes, true);
     }
     reference_.encode_sum(chunks, versions, divisor, dtype, nullptr, nullptr);
+  }
+
+  void sum(std::span<const Chunk> chunks, const PayloadVersions& versions, const SumScale& scale,
+           DType dtype, StreamHandle stream) const override {
+    note_sum(stream, chunks, versions, dtype,
+             [&](const Chunk& chunk) { return codec_->payload_bytes(dtype, chunk.numel); });
+    reference_.sum(chunks, versions, scale, dtype, nullptr);
   }
 
   void encode_sum_residual(std::span<const Chunk> chunks, const PayloadVersions& versions,
@@ -108,15 +148,6 @@ class NotingFusedCodec final : public FusedCodec {
     expect(scratch != nullptr, what, " needs its scratch");
     for (const bool write : {true, false}) {
       note(what, stream, scratch, sets * 32 * static_cast<int64_t>(chunks.size()), write);
-    }
-  }
-  static void note_other_rows(const char* what, StreamHandle stream, const Chunk& chunk,
-                              const PayloadVersions& versions, int64_t bytes) {
-    for (int row = 0; row < versions.rows; ++row) {
-      if (row == versions.own) continue;
-      const std::byte* const payload =
-          versions.first + row * versions.stride + (chunk.payload - versions.results);
-      note(what, stream, payload, bytes, false);
     }
   }
   int64_t payload_bytes(const Chunk& chunk) const {

@@ -208,11 +208,16 @@ std::vector<Subject> subjects() {
               ? "compressed_all_reduce " + name + " with residuals"
               : "");
     }
-    add("reduce-scatter of " + name, at::kFloat, [=](const Place& place) {
-      return std::make_shared<CompressedReduceScatter>(
-          place.communicator, codec_on(place.device, name), std::make_shared<Scratch>(), 3.0,
-          nullptr, Checksum::kOn);
-    });
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+      add(
+          "reduce-scatter of " + name, dtype,
+          [=](const Place& place) {
+            return std::make_shared<CompressedReduceScatter>(
+                place.communicator, codec_on(place.device, name), std::make_shared<Scratch>(), 3.0,
+                nullptr, static_cast<Checksum>(dtype == at::kBFloat16));
+          },
+          "compressed_reduce_scatter " + name);
+    }
     add("reduce-scatter with error feedback of " + name, at::kHalf, [=](const Place& place) {
       return std::make_shared<CompressedReduceScatter>(
           place.communicator, codec_on(place.device, name), std::make_shared<Scratch>(), 3.0,
@@ -224,12 +229,18 @@ std::vector<Subject> subjects() {
     });
   }
   for (const at::ScalarType dtype : {at::kFloat, at::kHalf}) {
-    add("sharded hierarchical", dtype, [](const Place& place) {
-      const auto between = std::make_shared<AllReduce>(place.communicator, ReduceOp::kAvg);
-      return std::make_shared<ShardedHierarchical>(
-          place.communicator, std::vector<std::shared_ptr<BucketOp>>{between, nullptr, nullptr},
-          std::make_shared<Scratch>(), NodeShare{.ranks = 7, .nodes = 2, .op = ReduceOp::kAvg});
-    });
+    add(
+        "sharded hierarchical", dtype,
+        [](const Place& place) {
+          const auto [rank, size] = place.group();
+          std::vector<std::shared_ptr<BucketOp>> shares(size);
+          shares[rank] = std::make_shared<AllReduce>(place.communicator, ReduceOp::kAvg);
+          return std::make_shared<ShardedHierarchical>(
+              place.communicator, std::move(shares), std::make_shared<Scratch>(),
+              NodeShare{.ranks = 2 * size + 1, .nodes = 2, .op = ReduceOp::kAvg},
+              place.device.is_cpu() ? nullptr : std::make_shared<NotingPlainSum>());
+        },
+        "sharded_hierarchical");
     add(
         "gossip", dtype,
         [](const Place& place) {

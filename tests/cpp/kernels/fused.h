@@ -137,6 +137,14 @@ void compare_fused_steps(const std::string& what, const Codec& cpu, const FusedC
                             nullptr);
     });
   }
+  for (const int own : {0, 2, 3}) {
+    both("sum, own row " + std::to_string(own), kDTypeOf<T>, [&](FusedSide<T>& side) {
+      const int rows = own == 0 ? 1 : 4;
+      const PayloadVersions versions{side.rows[0], side.rows[1], side.row_bytes, rows, own};
+      side.fused.sum(side.chunks, versions, {.divisor = 3.0f, .factor = own == 2 ? 0.7f : 1.0f},
+                     kDTypeOf<T>, nullptr);
+    });
+  }
   if constexpr (std::is_same_v<T, float>) {
     for (const int own : {0, 2, 3}) {
       both("encode_sum_residual, own row " + std::to_string(own), DType::kFloat32,

@@ -10,6 +10,7 @@
 
 #include "codec/codec.h"
 #include "codec/fused_codec.h"
+#include "codec/plain_sum.h"
 
 namespace bagua {
 
@@ -30,6 +31,27 @@ class FusedReference final : public FusedCodec {
       });
       encode(chunk, dtype);
       cpu_->decode({&chunk, 1}, dtype, nullptr);
+    }
+  }
+
+  void sum(std::span<const Chunk> chunks, const PayloadVersions& versions, const SumScale& scale,
+           DType dtype, StreamHandle) const override {
+    for (const Chunk& chunk : chunks) {
+      visit_dtype(dtype, [&]<typename T>(T) {
+        T* const x = static_cast<T*>(chunk.x);
+        std::vector<float> sum(chunk.numel);
+        for (int row = 0; row < versions.rows; ++row) {
+          if (row == versions.own) {
+            for (int64_t i = 0; i < chunk.numel; ++i) sum[i] += widen(x[i]);
+            continue;
+          }
+          const Chunk version{sum.data(), payload_in_row(versions, row, chunk), chunk.numel};
+          cpu_->decode_add({&version, 1}, dtype, 1.0f, nullptr);
+        }
+        for (int64_t i = 0; i < chunk.numel; ++i) {
+          x[i] = narrow<T>(sum[i] / scale.divisor * scale.factor);
+        }
+      });
     }
   }
 
@@ -95,10 +117,8 @@ class FusedReference final : public FusedCodec {
                             DType dtype) const {
     std::vector<float> sum(chunk.numel);
     for (int row = 0; row < versions.rows; ++row) {
-      std::byte* payload = chunk.payload;
-      if (row != versions.own) {
-        payload = payload_in(versions.first + row * versions.stride, chunk, versions.results);
-      }
+      std::byte* const payload =
+          row == versions.own ? chunk.payload : payload_in_row(versions, row, chunk);
       const Chunk version{sum.data(), payload, chunk.numel};
       cpu_->decode_add({&version, 1}, dtype, 1.0f, nullptr);
     }
@@ -110,12 +130,37 @@ class FusedReference final : public FusedCodec {
   static std::byte* payload_in(const std::byte* row, const Chunk& chunk, const std::byte* own_row) {
     return const_cast<std::byte*>(row) + (chunk.payload - own_row);
   }
+  static std::byte* payload_in_row(const PayloadVersions& versions, int row, const Chunk& chunk) {
+    return payload_in(versions.first + row * versions.stride, chunk, versions.results);
+  }
   static int64_t offset_of(const Chunk& chunk, const ThreeArrays& arrays, DType dtype) {
     return (static_cast<const char*>(chunk.x) - static_cast<const char*>(arrays.x)) /
            dtype_bytes(dtype);
   }
 
   const std::shared_ptr<const Codec> cpu_;
+};
+
+// The steps of PlainSum, one by one.
+class PlainSumReference final : public PlainSum {
+ public:
+  void sum(std::span<const Chunk> chunks, const PayloadVersions& versions, const SumScale& scale,
+           DType dtype, StreamHandle) const override {
+    for (const Chunk& chunk : chunks) {
+      visit_dtype(dtype, [&]<typename T>(T) {
+        T* const x = static_cast<T*>(chunk.x);
+        for (int64_t i = 0; i < chunk.numel; ++i) {
+          float sum = 0;
+          for (int row = 0; row < versions.rows; ++row) {
+            const std::byte* const version =
+                versions.first + row * versions.stride + (chunk.payload - versions.results);
+            sum += widen(row == versions.own ? x[i] : reinterpret_cast<const T*>(version)[i]);
+          }
+          x[i] = narrow<T>(sum / scale.divisor * scale.factor);
+        }
+      });
+    }
+  }
 };
 
 }  // namespace bagua

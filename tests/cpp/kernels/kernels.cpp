@@ -28,6 +28,7 @@
 #include "kernels/frames.h"
 #include "kernels/fused.h"
 #include "kernels/low_rank.h"
+#include "kernels/plain_sums.h"
 #include "kernels/sparse.h"
 
 namespace bagua {
@@ -218,6 +219,9 @@ int main(int argc, char** argv) {
     bagua::compare_all<bagua::Half>(line.name, inputs);
     if (every_dtype) bagua::compare_all<bagua::BFloat16>(line.name, inputs);
   });
+  bagua::compare_plain_sums<float>(inputs);
+  bagua::compare_plain_sums<bagua::Half>(inputs);
+  if (every_dtype) bagua::compare_plain_sums<bagua::BFloat16>(inputs);
   bagua::compare_divisions(few ? 500 : 20000);
   bagua::compare_sparse_messages(few);
   bagua::compare_low_rank(few, every_dtype);
