@@ -55,8 +55,9 @@ def test_every_tensor_is_in_one_bucket_in_order():
 def test_the_default_size_of_a_bucket_grows_with_many_ranks_and_a_chosen_one_does_not(monkeypatch):
     monkeypatch.delenv("BAGUA_DEFAULT_BUCKET_SIZE", raising=False)
     monkeypatch.setenv("RANK", "0")
-    for ranks, mib in ((1, 10), (8, 10), (40, 10), (64, 16), (256, 64)):
+    for ranks, cpu, cuda in ((1, 10, 32), (40, 10, 32), (64, 16, 32), (256, 64, 64)):
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
-        assert env.get_default_bucket_size() == mib * 2**20
+        assert env.get_default_bucket_size() == cpu * 2**20
+        assert env.get_default_bucket_size("cuda") == cuda * 2**20
     monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "1000")
-    assert env.get_default_bucket_size() == 1000
+    assert env.get_default_bucket_size() == env.get_default_bucket_size("cuda") == 1000

@@ -103,7 +103,8 @@ class Session:
         if broadcast_buffers is None:
             broadcast_buffers = traits.broadcast_buffers
         self.broadcast_buffers = broadcast_buffers
-        self._bucket_bytes = bucket_bytes or env.get_default_bucket_size()
+        device = next((p.device.type for p in module.parameters()), "cpu")
+        self._bucket_bytes = bucket_bytes or env.get_default_bucket_size(device)
         self._initial_state = initial_state
         self._grad_scaler = grad_scaler
         self._asked_guard = guard

@@ -203,21 +203,22 @@ def congestion_control_of_far_ranks() -> str:
     return named or ("bbr" if "bbr" in congestion_controls() else "")
 
 
-def bucket_size_among(ranks: int) -> int:
-    """Bytes of a bucket by default: 10 MiB, and among more than 40 ranks 256 KiB for each of them.
+def bucket_size_among(ranks: int, device: str = "cpu") -> int:
+    """Bytes of a bucket by default: 10 MiB, on a GPU 32 MiB, and among many ranks 256 KiB for each.
 
-    A part that a rank sends to another has 64 KiB then with 8 bits for 32.
+    A part that a rank sends to another has 64 KiB then with 8 bits for 32. On a GPU a bucket costs
+    the communication thread launches and calls of NCCL, whatever its size.
     """
-    return max(10 * 1024**2, ranks * 256 * 1024)
+    return max((10 if device == "cpu" else 32) * 1024**2, ranks * 256 * 1024)
 
 
-def get_default_bucket_size() -> int:
+def get_default_bucket_size(device: str = "cpu") -> int:
     """Bytes after which a bucket is closed: ``BAGUA_DEFAULT_BUCKET_SIZE``.
 
-    Default: :func:`bucket_size_among` the ranks of the world. Equal on all ranks, in elastic jobs
-    too.
+    Default: :func:`bucket_size_among` the ranks of the world, for a type of ``device``. Equal on
+    all ranks, in elastic jobs too.
     """
-    size = integer("BAGUA_DEFAULT_BUCKET_SIZE", bucket_size_among(get_world_size()))
+    size = integer("BAGUA_DEFAULT_BUCKET_SIZE", bucket_size_among(get_world_size(), device))
     if size <= 0:
         raise ValueError(f"BAGUA_DEFAULT_BUCKET_SIZE={size} must be a positive number of bytes")
     return size
