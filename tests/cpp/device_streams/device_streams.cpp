@@ -396,7 +396,8 @@ extern "C" int device_streams(const char* nccl_library) {
     if (nccl_library) {
       asynchronous_averaging_waits_for_ranks_outside_the_gate(nccl_library);
       partial_sums_do_not_reach_the_weights(nccl_library);
-      lanes_do_not_wait_for_each_others_network(nccl_library);
+      lanes_do_not_wait_for_each_others_network(nccl_library, Among::kRanks);
+      lanes_do_not_wait_for_each_others_network(nccl_library, Among::kNodes);
       communicators_are_aborted_together(nccl_library);
       expect_no_misuse_of_nccl();
     }

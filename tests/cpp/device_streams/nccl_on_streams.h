@@ -185,22 +185,32 @@ class Marked final : public BucketOp {
   Mark& mark_;
 };
 
+enum class Among { kRanks, kNodes };
+
 // The network of one bucket stands still: the codec's kernels and the messages of another one, in
-// another lane, go on beside it. This is how codec and wire overlap on a device.
-void lanes_do_not_wait_for_each_others_network(const std::string& library) {
+// another lane, go on beside it; among nodes so does what its node does before and after them. This
+// is how codec, node and wire overlap on a device.
+void lanes_do_not_wait_for_each_others_network(const std::string& library, Among among) {
   const std::vector<Nccl> ranks = connect_two(library);
   const auto comm = std::make_shared<NcclOnStreams>(ranks[0]);
   std::array<Marked::Mark, 2> marks;
   int made = 0;
   Subject subject = subjects().front();
   subject.make = [&](const Place& place) -> std::shared_ptr<BucketOp> {
+    const auto in_node = [&](std::shared_ptr<BucketOp> op) -> std::shared_ptr<BucketOp> {
+      if (among == Among::kRanks) return op;
+      const NodeShare share{.ranks = 2 * kRanks, .nodes = 2, .op = ReduceOp::kSum};
+      return std::make_shared<Hierarchical>(loopback(), std::move(op), share);
+    };
     Marked::Mark& mark = marks.at(made);
+    // The broadcast in the node follows, where the fake device's thread stands still.
     if (made++ == 0)
-      return std::make_shared<Marked>(std::make_shared<AllReduce>(comm, ReduceOp::kSum), mark);
-    return std::make_shared<Marked>(
-        std::make_shared<CompressedAllReduce>(loopback(), codec_on(place.device, "block_uint8"),
-                                              std::make_shared<Scratch>(), ReduceOp::kSum),
-        mark);
+      return in_node(
+          std::make_shared<Marked>(std::make_shared<AllReduce>(comm, ReduceOp::kSum), mark));
+    return std::make_shared<Marked>(in_node(std::make_shared<CompressedAllReduce>(
+                                        loopback(), codec_on(place.device, "block_uint8"),
+                                        std::make_shared<Scratch>(), ReduceOp::kSum)),
+                                    mark);
   };
   const std::vector<at::Tensor> flats = make_flats(subject, kFake);
   const std::unique_ptr<Engine> engine = make_engine(subject, flats, {comm, nullptr});

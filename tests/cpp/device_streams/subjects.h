@@ -25,6 +25,7 @@
 #include "op/compressed_gossip.h"
 #include "op/error_feedback_all_reduce.h"
 #include "op/gossip.h"
+#include "op/hierarchical.h"
 #include "op/low_rank.h"
 #include "op/neighbor_average.h"
 #include "op/sharded/compressed_all_gather.h"
