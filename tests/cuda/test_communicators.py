@@ -10,7 +10,8 @@ import torch.distributed as dist
 from bagua import _C
 from bagua._core.group.connections import Connections
 from support import training
-from support.devices import each_device, hosts_that_share_a_gpu, ranks_on
+from support.devices import each_device, ranks_on
+from support.shared_gpu import hosts_that_share_a_gpu
 from support.threads import communicator_conformance as conformance
 from support.threads.thread_ranks import run_thread_ranks
 

@@ -65,20 +65,6 @@ def ranks_on(place, fewest=2, most=MAX_RANKS):
     return min(gpus(), most)
 
 
-def hosts_that_share_a_gpu(n):
-    """For `env=`: n ranks that share a GPU over NCCL, which they tell that each is a host of its
-    own. NCCL refuses two ranks of one host on one GPU, and looks at no more than the host's name.
-    """
-    shared = {"TEST_DEVICE": "cuda", "CUDA_VISIBLE_DEVICES": "0", "BAGUA_COMM": "nccl"}
-    over_sockets = {
-        "NCCL_P2P_DISABLE": "1",
-        "NCCL_SHM_DISABLE": "1",
-        "NCCL_IB_DISABLE": "1",
-        "NCCL_SOCKET_IFNAME": "lo",
-    }
-    return [{**shared, **over_sockets, "NCCL_HOSTID": f"host-{rank}"} for rank in range(n)]
-
-
 def delay(device, cycles=200_000_000):
     """The device's current stream has nothing done for about a tenth of a second; none on CPU."""
     if torch.device(device).type == "cuda":

@@ -1,4 +1,4 @@
-"""The programs of tools/gpu_hour that are not tests: smoke, two, steps and kernels.
+"""The programs of tools/gpu_hour that import bagua: smoke, two, steps, kernels and small.
 
 usage: programs_on_gpu.py NAME    (GPU_HOUR_DEVICE: cuda, or cpu in a dry run; GPU_HOUR_OUT)
 """
@@ -24,9 +24,9 @@ import torch.distributed as dist
 from bagua import _C
 from ranks.test_groups_and_nodes import environment_of_nodes
 from support import training
-from support.devices import hosts_that_share_a_gpu
 from support.every_algorithm import ALGORITHMS, SYNCHRONOUS, made, wrapped
 from support.processes.pool import Pool, new_store, torchrun_environment
+from support.shared_gpu import hosts_that_share_a_gpu
 from support.threads.low_rank_ranks import Rank
 from support.threads.sparse_ranks import make, memory_of
 from support.threads.thread_ranks import run_thread_ranks
@@ -260,6 +260,21 @@ def run_reduces(numel):
         run_thread_ranks(8, reduce, timeout=60.0)
 
 
+def run_scatters(numel):
+    """Sums without a codec behind them, of payloads and of plain elements."""
+
+    def reduce(comm):
+        codec = _C.make_codec("block_uint8", DEVICE)
+        scatter = _C.CompressedReduceScatter(comm, codec, _C.Scratch(), divisor=2.0)
+        scatter.run(torch.randn(numel, device=DEVICE))
+        mean, shares = _C.ReduceOp.AVG, [None, None]
+        shares[comm.rank] = _C.AllReduce(comm, mean)
+        sharded = _C.ShardedHierarchical(comm, shares, _C.Scratch(), 4, 2, mean, DEVICE)
+        sharded.run(torch.randn(numel, device=DEVICE))
+
+    run_thread_ranks(2, reduce, timeout=60.0)
+
+
 def run_sparse(numel):
     def reduce(comm):
         for k in (numel // 100, numel // 10):  # packed indices, and a bitmap
@@ -282,18 +297,30 @@ def run_low_rank(rows):
     run_thread_ranks(2, reduce, timeout=60.0)
 
 
-def kernels():
-    numel = 2**12 if DRY else 2**25
+def run_kernels(numel, rows):
     attempt("codecs", run_codecs, numel)
     attempt("all-reduces", run_reduces, numel)
+    attempt("scatters", run_scatters, numel)
     attempt("sparse", run_sparse, numel)
-    attempt("low rank", run_low_rank, 32 if DRY else 4096)
+    attempt("low rank", run_low_rank, rows)
     synchronize()
+
+
+def kernels():
+    run_kernels(*((2**12, 32) if DRY else (2**25, 4096)))
+
+
+# ---- small: likewise, of three tiles and a part, for racecheck ----
+
+
+def small():
+    run_kernels(3 * 2048 + 80, 32)
 
 
 def main():
     program = sys.argv[1]
-    {"smoke": smoke, "two": two, "steps": steps, "kernels": kernels}[program]()
+    programs = (smoke, two, steps, kernels, small)
+    {each.__name__: each for each in programs}[program]()
     failed = [row["what"] for row in results if not row["passed"]]
     file = OUT / "results.json"
     known = json.loads(file.read_text()) if file.exists() else {}
