@@ -177,14 +177,21 @@ void bind_hierarchical(py::module_& m) {
            py::arg("checksum") = false);
 
   py::class_<Hierarchical, BucketOp, std::shared_ptr<Hierarchical>>(m, "Hierarchical")
-      .def(py::init([](std::shared_ptr<Communicator> node, std::shared_ptr<BucketOp> inner,
-                       int ranks, int nodes, ReduceOp op) {
-             return std::make_shared<Hierarchical>(
-                 std::move(node), std::move(inner),
-                 NodeShare{.ranks = ranks, .nodes = nodes, .op = op});
-           }),
-           py::arg("node"), py::arg("inner").none(true), py::arg("ranks"), py::arg("nodes"),
-           py::arg("op"));
+      .def(
+          py::init([](std::shared_ptr<Communicator> node, std::shared_ptr<BucketOp> inner,
+                      int ranks, int nodes, ReduceOp op, std::shared_ptr<Codec> codec,
+                      std::shared_ptr<Scratch> scratch) {
+            std::optional<ResultPayloads> payloads;
+            if (codec) payloads = {std::move(codec), std::move(scratch)};
+            return std::make_shared<Hierarchical>(
+                std::move(node), std::move(inner),
+                NodeShare{.ranks = ranks, .nodes = nodes, .op = op}, std::move(payloads));
+          }),
+          py::arg("node"), py::arg("inner").none(true), py::arg("ranks"), py::arg("nodes"),
+          py::arg("op"), py::arg("codec").none(true) = py::none(),
+          py::arg("scratch").none(true) = py::none(),
+          "codec, scratch: of an inner op whose payloads have its whole result; they travel in the "
+          "node.");
 }
 
 void bind_decentralized(py::module_& m) {

@@ -271,7 +271,14 @@ def part_stride(numel: int, parts: int) -> int: ...
 
 class Hierarchical(BucketOp):
     def __init__(
-        self, node: Communicator, inner: BucketOp | None, ranks: int, nodes: int, op: ReduceOp
+        self,
+        node: Communicator,
+        inner: BucketOp | None,
+        ranks: int,
+        nodes: int,
+        op: ReduceOp,
+        codec: Codec | None = None,
+        scratch: Scratch | None = None,
     ) -> None: ...
 
 class CompressedReduceScatter(BucketOp):

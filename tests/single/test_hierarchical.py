@@ -63,13 +63,16 @@ def through_leaders(nodes):
     between_nodes = _C.ThreadHub(len(leaders), 20.0)
     in_node = {leader: _C.ThreadHub(nodes.count(nodes[leader]), 20.0) for leader in leaders}
 
-    def make(comm, inner_of, ranks, reduction):
+    def make(comm, inner_of, ranks, reduction, codec=None, scratch=None, traffic=None):
         members = next(node for node in by_node(nodes) if comm.rank in node)
         node = _C.ThreadCommunicator(in_node[members[0]], members.index(comm.rank))
         inner = None
         if comm.rank in leaders:
             inner = inner_of(_C.ThreadCommunicator(between_nodes, leaders.index(comm.rank)))
-        return _C.Hierarchical(node, inner, ranks, len(leaders), reduction)
+        if traffic is not None:
+            node = _C.CountingCommunicator(node)
+            traffic.append((len(members), node))
+        return _C.Hierarchical(node, inner, ranks, len(leaders), reduction, codec, scratch)
 
     return make
 
@@ -79,6 +82,21 @@ def run_hierarchical(nodes, kind, op, brought):
 
     def make(comm):
         return through(comm, lambda among: make_op(among, kind, op), n, OPS[op])
+
+    return run_op(n, make, brought)
+
+
+def run_with_payloads(nodes, kind, brought, traffic):
+    """The result travels in a node as payloads, whose bytes are added to traffic."""
+    through, n = through_leaders(nodes), len(nodes)
+
+    def make(comm):
+        codec, scratch = _C.make_codec(kind), _C.Scratch()
+
+        def between(leaders):
+            return _C.CompressedAllReduce(leaders, codec, scratch, OPS["mean"])
+
+        return through(comm, between, n, OPS["mean"], codec, scratch, traffic)
 
     return run_op(n, make, brought)
 
@@ -95,6 +113,28 @@ def test_hierarchical_gives_the_mean_over_all_ranks_for_unequal_nodes(nodes, op,
         results = way(nodes, "exact", op, brought)
         assert_same_bits(results)
         assert_reduced(results[0], brought, op)
+
+
+@per_codec
+@over(nodes=NODES.values(), dtype=DTYPES.values())
+def test_payloads_of_a_result_give_all_ranks_of_a_node_the_bits_of_their_leader(
+    nodes, codec, dtype
+):
+    for numel in SIZES:
+        brought, nodes_traffic = inputs(len(nodes), numel, dtype), []
+        plain = run_hierarchical(nodes, codec, "mean", brought)
+        results = run_with_payloads(nodes, codec, brought, nodes_traffic)
+        assert_same_bits([*plain, *results])
+
+
+def test_payloads_of_a_result_are_all_that_a_leader_broadcasts():
+    numel, traffic = 2**17, []
+    brought = inputs(4, numel, torch.float32)
+    run_with_payloads([0, 0, 1, 1], "block_uint8", brought, traffic)
+    payloads = _C.make_codec("block_uint8").encode(brought[0]).numel()
+    for size, node in traffic:
+        of_sum = 2 * 4 * numel * (size - 1) // size
+        assert 0 <= node.traffic()["bytes_sent"] - of_sum <= 1.01 * payloads
 
 
 @WAYS

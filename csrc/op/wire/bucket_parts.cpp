@@ -13,6 +13,12 @@ void append_part(std::vector<Chunk>& chunks, const BucketParts& parts, int part)
   parts.append(chunks, part, {payload, 0, payload.layout.tiles()}, parts.send);
 }
 
+std::vector<Chunk> all_chunks(const BucketParts& parts) {
+  std::vector<Chunk> chunks;
+  for (int part = 0; part < parts.group.size; ++part) append_part(chunks, parts, part);
+  return chunks;
+}
+
 void encode(const BucketParts& parts, Encoded encoded) {
   if (encoded == Encoded::kBefore) return;
   RECORD_FUNCTION("bagua::encode", {});
@@ -75,10 +81,14 @@ void check_divides(const at::Tensor& flat, Group group, const Round& round) {
 
 void round_trip(const BucketParts& parts) {
   RECORD_FUNCTION("bagua::encode", {});
-  std::vector<Chunk> chunks;
-  for (int part = 0; part < parts.group.size; ++part) append_part(chunks, parts, part);
+  const std::vector<Chunk> chunks = all_chunks(parts);
   parts.calls.for_all(chunks, &CodecCalls::encode);
   parts.calls.for_all(chunks, &CodecCalls::decode);
+}
+
+void decode_all(const BucketParts& parts) {
+  RECORD_FUNCTION("bagua::decode", {});
+  parts.calls.for_all(all_chunks(parts), &CodecCalls::decode);
 }
 
 void scatter(FramedExchange& exchange, const BucketParts& parts, const Round& round,

@@ -88,6 +88,9 @@ enum class Encoded {
 // Encodes all parts, this rank's too, and makes of the values what they decode to.
 void round_trip(const BucketParts& parts);
 
+// Decodes all parts, this rank's too, from the rows to send.
+void decode_all(const BucketParts& parts);
+
 // Encodes the other ranks' parts and exchanges them: part p goes to rank p, and every rank's
 // version of this rank's part arrives in its row. `arrived` is called for each segment that is
 // there from all ranks: tile by tile, several threads at once, on the CPU.

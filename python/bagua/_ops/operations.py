@@ -158,8 +158,12 @@ def among(
     hierarchical: Hierarchy,
     make: Callable[[Members], _C.BucketOp],
     reduce: _C.ReduceOp = _C.ReduceOp.AVG,
+    codec: _C.Codec | None = None,
 ) -> _C.BucketOp:
-    """The op that ``make`` makes among all ranks or, if ``hierarchical``, between the nodes."""
+    """The op that ``make`` makes among all ranks or, if ``hierarchical``, between the nodes.
+
+    ``codec``: of payloads that have the op's whole result, and travel in a node in its place.
+    """
     if not hierarchical:
         return make(lane.communicator(group))
     if hierarchical == "sharded":
@@ -171,7 +175,7 @@ def among(
         return _C.ShardedHierarchical(
             node, inner, lane.scratch, connections.size, nodes, reduce, device
         )
-    return _hierarchical(lane, group, lane.connections(group).size, reduce, make)
+    return _hierarchical(lane, group, lane.connections(group).size, reduce, make, codec)
 
 
 def among_weighted(
@@ -196,11 +200,12 @@ def _hierarchical(
     ranks: int,
     reduce: _C.ReduceOp,
     between_leaders: Callable[[Members], _C.BucketOp],
+    codec: _C.Codec | None = None,
 ) -> _C.BucketOp:
     node, leaders = lane.nodes(group)
     inner = None if leaders is None else between_leaders(leaders)
     nodes = len(lane.connections(group).leaders())
-    return _C.Hierarchical(node, inner, ranks, nodes, reduce)
+    return _C.Hierarchical(node, inner, ranks, nodes, reduce, codec, lane.scratch)
 
 
 # Sums and means.
@@ -290,7 +295,11 @@ def compressed_all_reduce(
         )
 
     def make(lane: Lane, bucket: BaguaBucket) -> _C.BucketOp:
-        return among(lane, group, hierarchical, partial(compressed, lane, bucket), reduce)
+        between = partial(compressed, lane, bucket)
+        # In a node of CPUs the result lies in shared memory, and decoding it costs more.
+        has_result = page is None and lane.device.type == "cuda"
+        payloads = _C.make_codec(codec, str(lane.device)) if has_result else None
+        return among(lane, group, hierarchical, between, reduce, payloads)
 
     arguments = {"hierarchical": hierarchical, "average": average, "codec": codec}
     return Operation(

@@ -224,6 +224,15 @@ std::vector<Subject> subjects() {
           place.communicator, codec_on(place.device, name), std::make_shared<Scratch>(), 3.0,
           memory({zeros_at(place, place.numel), counter()}));
     });
+    add("payloads in a node of " + name, at::kFloat, [=](const Place& place) {
+      const auto codec = codec_on(place.device, name);
+      const auto scratch = std::make_shared<Scratch>();
+      const auto between =
+          std::make_shared<CompressedAllReduce>(place.communicator, codec, scratch, ReduceOp::kAvg);
+      const NodeShare share{.ranks = 2 * kRanks, .nodes = kRanks, .op = ReduceOp::kAvg};
+      return std::make_shared<Hierarchical>(loopback(), between, share,
+                                            ResultPayloads{codec, scratch});
+    });
     add("all-gather of " + name, at::kFloat, [=](const Place& place) {
       return std::make_shared<CompressedAllGather>(place.communicator, codec_on(place.device, name),
                                                    std::make_shared<Scratch>(), Checksum::kOn);
