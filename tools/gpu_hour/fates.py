@@ -14,10 +14,13 @@ import torch
 import torch.distributed as dist
 import two_hosts
 
-TIMEOUT = 3 if two_hosts.DRY else 8
+TIMEOUT = 8
 STEPS, FAULT_IN = 20, 8
-#: Seconds for a start, the fault's own end, and that of the process.
-LIMIT = 35 + 3 * TIMEOUT
+#: Seconds until both ranks have started, and those of a whole case: the start, the fault's own end,
+#: and that of the process.
+START = 40
+LIMIT = START + 3 * TIMEOUT
+FAULT = "the fault comes now"
 #: Cases side by side: they share the GPU, and mostly wait.
 AT_ONCE = 3
 LANES = {"BAGUA_LANES": "2", "CUDA_MODULE_LOADING": "EAGER"}
@@ -53,7 +56,12 @@ def run_rank(case):
     device = "cpu" if two_hosts.DRY else "cuda:0"
     if not two_hosts.DRY:
         torch.cuda.set_device(0)
-    bagua.init_process_group(timeout=datetime.timedelta(seconds=TIMEOUT))
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    start = datetime.timedelta(seconds=START)
+    # The ranks may start further apart than the timeout that a fault is to end by.
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=start)
+    timeout = datetime.timedelta(seconds=TIMEOUT)
+    bagua.init_process_group(store, rank, 2, 1, timeout=timeout)
     beside = None
     if "torch's" in case:
         beside = dist.new_group(backend="nccl")
@@ -73,7 +81,8 @@ def run_rank(case):
 
     fault, _ = CASES[case]
     for step in range(STEPS):
-        if step == FAULT_IN and dist.get_rank() == 1:
+        if step == FAULT_IN and rank == 1:
+            print(FAULT, flush=True)
             fault(train)
         train()
     if not two_hosts.DRY:
@@ -93,6 +102,7 @@ def judge(case):
     else:
         good = survivor.status not in (None, 0) and "Bagua" in survivor.said
         good &= "rank 1" in survivor.said or "another rank" in survivor.said
+        good &= FAULT in lost.said
     if case == "a captured step":
         good &= "is being captured" in lost.said
     ends = [(rank.status, rank.seconds) for rank in (survivor, lost)]

@@ -73,18 +73,19 @@ def calls_of_torch(small, large, parts, swapped):
 def calls_of_ours(small, large, parts, swapped):
     from bagua import _C
 
-    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     if two_hosts.DRY:
-        comm = _C.C10dCommunicator(dist.distributed_c10d._get_default_group(), 60.0)
+        backend = dist.group.WORLD._get_backend(small.device)
+        comm, more = _C.C10dCommunicator(backend), {}
     else:
-        library = _C.NcclLibrary.find([])
-        store = dist.PrefixStore("calls", store)
+        store = dist.PrefixStore("calls", dist.distributed_c10d._get_default_store())
+        library, rank = _C.NcclLibrary.find([]), dist.get_rank()
         comm = _C.NcclCommunicator(library, store, rank, 2, small.device, 60.0)
+        more = {"the flag behind a bucket": lambda: comm.invalidate_if_aborted(small)}
     return {
         "all_reduce 4 KiB": lambda: comm.all_reduce(small, _C.ReduceOp.SUM),
         "all_reduce 4 MiB": lambda: comm.all_reduce(large, _C.ReduceOp.SUM),
         "all_to_all": lambda: comm.all_to_all(parts, swapped),
-        "the flag behind a bucket": lambda: comm.invalidate_if_aborted(small),
+        **more,
     }
 
 
