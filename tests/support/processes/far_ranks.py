@@ -84,7 +84,8 @@ DOORS = {"ddp_class": ddp_class, "comm_hook": comm_hook, "eager": eager}
 def main():
     torch.set_num_threads(1)
     try:
-        bagua.init_process_group(timeout=timedelta(seconds=60))  # a busy machine starts late
+        # A busy machine starts late. The job's store is given up after this time too.
+        bagua.init_process_group(timeout=timedelta(seconds=max(60.0, float(sys.argv[1]))))
         for way in sys.argv[3:]:
             print("bits of", way, DOORS.get(way, algorithm)(way), flush=True)
     except bagua.BaguaError as error:
