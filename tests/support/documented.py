@@ -12,7 +12,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"
 #: Pages for contributors, whose commands are for people who read them.
-REFERENCE = {"api.md", "cuda.md", "design.md", "wire-format.md"}
+REFERENCE = {"api.md", "cuda.md", "cuda-evidence.md", "design.md", "wire-format.md"}
 FENCE = re.compile(r"^( *)(`{3,})(.*?)\n(.*?)^\1\2$", re.M | re.S)
 SNIPPET = re.compile(r'^--8<-- "(.+)"$', re.M)
 
