@@ -1,6 +1,6 @@
 """Builds, tries, checks and measures bagua on a machine with one NVIDIA GPU, in 15 minutes or more.
 
-    python3 tools/gpu_hour [STEP...]        see docs/cuda-evidence.md, "A quarter of an hour with a GPU"
+    python3 tools/gpu_hour [STEP...]   see docs/cuda-evidence.md, "A quarter of an hour with a GPU"
 
 Needs nvcc, and a Python with torch for CUDA, cmake, ninja and pytest; no network and no virtual
 environment. Each step has a limit of seconds, and those after a failed one run too, except after
