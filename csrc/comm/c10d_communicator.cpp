@@ -180,7 +180,7 @@ void C10dCommunicator::broadcast(at::Tensor& tensor, int root) {
 }
 
 bool C10dCommunicator::broadcasts_in_parts(const at::Tensor& tensor) const {
-  if (!is_gloo_ || group().size == 2) return false;
+  if (!is_gloo_ || group().size <= 2) return false;
   const bool large = static_cast<int64_t>(tensor.nbytes()) > kFragmentBytes;
   return short_paths_ || (large && group().size <= kMostToldDirectly);
 }
