@@ -14,26 +14,30 @@ def figures_of(rate, program, options, ranks, **network):
 
     rate, network: as for `run_on`. options: of the program.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "figures.json"
-        argv = [sys.executable, program, "--rank-output", str(output), *map(str, options)]
-        run_on(rate, argv, ranks, **network)
-        return json.loads(output.read_text())
+    return _figures(program, options, lambda argv: run_on(rate, argv, ranks, **network))
 
 
 def figures_over(link, program, options):
     """Those when it runs on every rank of ``link``, a `Network` or a `WideArea`."""
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "figures.json"
-        argv = [sys.executable, program, "--rank-output", str(output), *map(str, options)]
+
+    def run(argv):
         enter = ["ip", "netns", "exec"]
-        inside = [[*enter, link.namespace(rank), *argv] for rank in range(link.ranks)]
         _wait_for(
             [
-                subprocess.Popen(command, env=os.environ | link.environment(rank))
-                for rank, command in enumerate(inside)
+                subprocess.Popen(
+                    [*enter, link.namespace(rank), *argv], env=os.environ | link.environment(rank)
+                )
+                for rank in range(link.ranks)
             ]
         )
+
+    return _figures(program, options, run)
+
+
+def _figures(program, options, run):
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "figures.json"
+        run([sys.executable, program, "--rank-output", str(output), *map(str, options)])
         return json.loads(output.read_text())
 
 
