@@ -42,7 +42,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -185,8 +184,11 @@ class Pulse:
 
     def silent(self, name: str) -> bool:
         """Whether the heartbeat had not changed for some seconds at the last look, or has ended."""
-        last = self._last[name]
-        return last.beat == _LEFT.encode() or self._looked - last.at > SECONDS_OF_SILENCE
+        return self.left(name) or self._looked - self._last[name].at > SECONDS_OF_SILENCE
+
+    def left(self, name: str) -> bool:
+        """Whether the process had said that it leaves."""
+        return self._last[name].beat == _LEFT.encode()
 
     def beats(self, name: str) -> bool:
         """Whether the heartbeat had changed between the first look and the last one."""
@@ -380,9 +382,9 @@ class Membership:
                     f"{len(members)} left are fewer than quorum={least}. Restart the job "
                     "from its last checkpoint, or allow fewer ranks."
                 )
-            ends = [_beat_key(self.lives[rank]) for rank in lost]
-            said = [read(self._store, key) == _LEFT.encode() for key in ends]
-            return self._enter(decision, lost, [*compress(lost, said)])
+            pulse = Pulse(self._store)
+            pulse.look(self.lives[rank] for rank in lost)
+            return self._enter(decision, lost, [r for r in lost if pulse.left(self.lives[r])])
 
     def _enter(
         self, decision: Decision, lost: Sequence[int] = (), left: Sequence[int] = ()
