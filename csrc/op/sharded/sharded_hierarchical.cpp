@@ -60,6 +60,13 @@ void ShardedHierarchical::run(at::Tensor& flat, const Round& round) {
   distribute(reals);
 }
 
+at::Tensor ShardedHierarchical::version_of(const at::Tensor& versions, int64_t stride,
+                                           const at::Tensor& share, int64_t number,
+                                           int rank) const {
+  const int size = node_->group().size;
+  return versions.narrow(0, (number / size * size + rank) * stride, share.numel());
+}
+
 void ShardedHierarchical::reduce(const at::Tensor& reals) {
   const Group node = node_->group();
   const auto shares = static_cast<int64_t>(inner_.size());
@@ -68,10 +75,6 @@ void ShardedHierarchical::reduce(const at::Tensor& reals) {
   // The other ranks' versions of this rank's shares, by share, then by rank.
   at::Tensor versions = scratch_->get(Scratch::kReceive, own * node.size * stride,
                                       reals.scalar_type(), reals.device());
-  const auto version = [&](int64_t number, int rank) {
-    return versions.narrow(0, (number / node.size * node.size + rank) * stride,
-                           share_of(reals, number).numel());
-  };
   std::vector<Send> sends;
   std::vector<Recv> receives;
   for (int64_t number = 0; number < shares; ++number) {
@@ -81,7 +84,10 @@ void ShardedHierarchical::reduce(const at::Tensor& reals) {
       continue;
     }
     for (int rank = 0; rank < node.size; ++rank) {
-      if (rank != node.rank) receives.push_back({version(number, rank), rank});
+      if (rank != node.rank) {
+        receives.push_back(
+            {version_of(versions, stride, share_of(reals, number), number, rank), rank});
+      }
     }
   }
   if (node.size > 1) node_->exchange(sends, receives);
@@ -103,8 +109,8 @@ void ShardedHierarchical::add_at_once(const at::Tensor& reals, const at::Tensor&
   for (int64_t number = node.rank; number < static_cast<int64_t>(inner_.size());
        number += node.size) {
     const at::Tensor share = share_of(reals, number);
-    chunks.push_back(
-        {share.data_ptr(), rows + number / node.size * node.size * row_bytes, share.numel()});
+    const at::Tensor first = version_of(versions, stride, share, number, 0);
+    chunks.push_back({share.data_ptr(), static_cast<std::byte*>(first.data_ptr()), share.numel()});
   }
   kernel_->sum(
       chunks,
@@ -119,14 +125,11 @@ void ShardedHierarchical::add_one_by_one(const at::Tensor& reals, const at::Tens
   for (int64_t number = node.rank; number < static_cast<int64_t>(inner_.size());
        number += node.size) {
     at::Tensor share = share_of(reals, number);
-    const int64_t first_row = number / node.size * node.size;
     at::Tensor total = scratch_->get(Scratch::kSum, share.numel(),
                                      arithmetic_dtype(share.scalar_type()), share.device());
     total.zero_();
     for (int rank = 0; rank < node.size; ++rank) {
-      total.add_(rank == node.rank
-                     ? share
-                     : versions.narrow(0, (first_row + rank) * stride, share.numel()));
+      total.add_(rank == node.rank ? share : version_of(versions, stride, share, number, rank));
     }
     if (divisor != 1.0) total.div_(divisor);
     if (weight != 1.0) total.mul_(weight);

@@ -47,8 +47,11 @@ class ShardedHierarchical final : public BucketOp {
   at::Tensor share_of(const at::Tensor& reals, int64_t number) const;
   int owner(int64_t number) const;
   void reduce(const at::Tensor& reals);
-  // The sum of all versions of each share of this rank, scaled. `versions`: the other ranks', rows
-  // of `stride` elements, by share, then by rank.
+  // The version that a rank of the node has of share `number`, which is `share` and this rank's.
+  // `versions`: rows of `stride` elements, by share, then by rank.
+  at::Tensor version_of(const at::Tensor& versions, int64_t stride, const at::Tensor& share,
+                        int64_t number, int rank) const;
+  // The sum of all versions of each share of this rank, scaled.
   void add_at_once(const at::Tensor& reals, const at::Tensor& versions, int64_t stride,
                    double divisor, double weight);
   void add_one_by_one(const at::Tensor& reals, const at::Tensor& versions, int64_t stride,
