@@ -1,4 +1,4 @@
-"""What a mailbox costs: under kills, over a slow link, and to an island that comes.
+"""Costs of a mailbox: under kills, over a slow link, and to an island that comes.
 
     python benchmarks/bench_mailbox.py goodput [--mean 30] [--seconds 150]
     python benchmarks/bench_mailbox.py link [--rate 20] [--rtt 100]

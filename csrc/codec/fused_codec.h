@@ -20,7 +20,7 @@ struct PayloadVersions {
   int32_t own;  // the row whose memory is not read: each function says what stands for it
 };
 
-// What a sum is divided by, and what the quotient is multiplied by.
+// The divisor of a sum, and the factor of the quotient.
 struct SumScale {
   float divisor;
   float factor;

@@ -318,7 +318,7 @@ def test_a_client_that_looks_for_a_file_before_it_writes_it_is_refused():
     from fsspec import AbstractFileSystem, register_implementation
 
     class LooksFirst(AbstractFileSystem):
-        """What fsspec makes of clients that say nothing of exclusive creation."""
+        """A storage client without exclusive creation, in the way of fsspec's default."""
 
         protocol = "looks-first"
 

@@ -1,4 +1,4 @@
-"""What becomes of a rank over NCCL when the other one is lost: fates.py [CASE...]
+"""Ends of a rank over NCCL when the other one is lost: fates.py [CASE...]
 
 A case passes if the rank that is left says in time what has happened, and its process ends.
 """

@@ -48,7 +48,7 @@ void compare_plain_sums(Inputs inputs) {
     const int64_t stride = (sizes[0] + 15) / 16 * 16;
     PlainSide<T> steps(pattern, sizes, stride, ranks, own, offsets);
     PlainSide<T> device(pattern, sizes, stride, ranks, own, offsets);
-    // Three is no power of two: its reciprocal would give other bits.
+    // Three is not a power of two: its reciprocal would give other bits.
     const SumScale scale{.divisor = 3.0f, .factor = 0.7f};
     reference.sum(steps.chunks, steps.rows, scale, kDTypeOf<T>, nullptr);
     kernel->sum(device.chunks, device.rows, scale, kDTypeOf<T>, nullptr);

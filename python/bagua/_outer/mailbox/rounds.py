@@ -335,7 +335,7 @@ class MailboxRanks(FixedRanks):
     def resume(self, loop: OuterLoop) -> None:
         """Make the steps that a checkpoint lacks, before anything is trained.
 
-        What contributions of this island to them had of its weights must not count again.
+        Weights that contributions of this island to them had must not count again.
         """
         self._sent = -1
         loop.end_together()
@@ -382,7 +382,7 @@ class MailboxRanks(FixedRanks):
         return self._run(loop, "looking for rounds", search)
 
     def _forget_trained(self, loop: OuterLoop, fragment: Fragment) -> None:
-        """What was trained of a fragment is in the anchor."""
+        """The anchor of a fragment has what was trained of it."""
         loop.give_anchor(fragment, late=False)
         loop.state.rank_weights.forget(fragment.part)
         loop.state.trained.discard(fragment.part)
@@ -408,7 +408,7 @@ class MailboxRanks(FixedRanks):
                 loop.give_anchor(own, late=loop.overlaps)
             else:
                 own.follow(weights, anchors)
-        # Of rounds before the last one in which it counted nothing is known: most have its part.
+        # Earlier rounds than the last one in which it counted are not known: most have its part.
         for number in range(first, min(last_round + 1, first + len(before))) if loaded else ():
             self._forget_trained(loop, before[number % len(before)])
         self.counted = counted is not None

@@ -1,4 +1,4 @@
-"""What files of a mailbox lie in: a folder, or what fsspec reaches.
+"""Places of a mailbox's files: a folder, or a storage that fsspec reaches.
 
 Note [One truth]
 All that islands must agree on is the content of a file that exactly one of them has created. A
