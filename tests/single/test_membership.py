@@ -1,5 +1,6 @@
 """Agreement on members through a store; ranks are threads, and heartbeats of the dead end."""
 
+import itertools
 import re
 import socket
 import threading
@@ -142,6 +143,26 @@ def test_decisions_without_the_counters_that_members_need_are_refused(founded):
     store.set("members", decided(members, reports={0: {"rounds": 3, "more": 0}}))
     member = Membership(store, 1, TIMEOUT, counts=["rounds"])
     assert member.join(int(members[1]._life.name, 16)).reports[0]["rounds"] == 3
+
+
+def test_who_has_said_that_it_leaves_is_told_from_the_lost(founded):
+    _, members = founded
+    members[1].leave()
+    assert [(change.lost, change.left) for change in changes([members[0], members[2]])] == [
+        ([1], [1])
+    ] * 2
+
+
+def test_the_others_decide_on_the_members_when_the_first_that_came_is_dead(founded):
+    store, members = founded
+    store.append("generation1/here", '[0, {"rounds": 0}, null]\n')
+    del members[0]._life
+    begin = time.monotonic()
+    for change in changes(members[1:]):
+        assert (change.members, change.lost) == ([0, 1, 2], []), "it had come"
+    assert time.monotonic() - begin < TIMEOUT.total_seconds(), "half of what they wait at most"
+    del members[0]
+    assert [change.lost for change in changes(members)] == [[0]] * 2
 
 
 class LostStore(dist.Store):
@@ -292,25 +313,48 @@ def test_a_round_and_a_change_ask_the_store_for_as_much_with_many_members_as_wit
         ):
             asked, looks = requests_of(stores, calls)
             assert asked <= 8 + 6 * looks, (size, asked, looks)
-    assert 6 / membership._OF_CHANGES[1] <= 4.0  # a second, while members change
+    assert 2 / membership._OF_CHANGES[1] <= 4.0  # a second, while members change
+
+
+def test_members_that_do_not_decide_ask_twice_a_look(monkeypatch):
+    inner, looks = dist.HashStore(), []
+    stores = [CountingStore(inner, apart=["life/"]) for _ in range(2)]
+    members = [Membership(stores[rank], rank, TIMEOUT) for rank in range(2)]
+    at_once(*(partial(member.found, [0, 1]) for member in members))
+    inner.append("generation1/here", '[0, {"rounds": 0}, null]\n')
+    stores[1].requests.clear()
+
+    def take(pause):
+        looks.append(stores[1].requests.total())
+        if len(looks) == 9:
+            at_once(partial(members[0].change, {"rounds": 0}, 2))
+
+    monkeypatch.setattr(membership.Pause, "take", take)
+    assert members[1].change({"rounds": 1}, 2).members == [0, 1]
+    # Its own line, who is here, and the decision; then these two and the decision alone in turn.
+    # A heartbeat of the first one is a third request, which is not counted.
+    assert looks == [3, 4, 6, 7, 9, 10, 12, 13, 15]
+    assert stores[1].requests.total() == 16
 
 
 def changes_with_links(members, monkeypatch, *bad, least=2):
     """Changes after a failure of members of which those pairs have lost their link."""
-    own, asked = threading.local(), links.out_of_reach
+    own, ask, asked = threading.local(), links.Links.ask, set()
 
-    def out_of_reach(places):
-        assert sorted(places) == [member._rank for member in members if member._rank != own.rank]
-        lost = [other for other in places if {own.rank, other} in bad]
-        return sorted([*asked(places), *lost])
+    def answers(self, places):
+        asked.update((own.rank, other) for other in places)
+        found = ask(self, places).items()
+        return {other: reached and {own.rank, other} not in bad for other, reached in found}
 
     def change(member):
         own.rank = member._rank
         return member.change({"rounds": member._rank}, least, failed=True)
 
     with monkeypatch.context() as patched:
-        patched.setattr(links, "out_of_reach", out_of_reach)
-        return at_once(*(partial(change, member) for member in members))
+        patched.setattr(links.Links, "ask", answers)
+        found = at_once(*(partial(change, member) for member in members))
+    assert asked == {*itertools.permutations([member._rank for member in members], 2)}
+    return found
 
 
 def test_of_each_bad_link_one_end_goes_and_both_are_named(founded, monkeypatch):
@@ -335,9 +379,18 @@ def test_the_member_with_most_bad_links_goes():
     assert links.left_out([(0, 1), (2, 3), (1, 3)]) == [3, 1]
 
 
+def answers_of(asks, places):
+    """What comes until all that are asked now have answered, which takes 0.6 s at most."""
+    new, found = {*places} - {*asks._asked}, {}
+    while not new <= {*found}:
+        found |= asks.ask(places)
+        time.sleep(0.01)
+    return found
+
+
 def test_links_are_asked_over_tcp_whatever_listens_there(monkeypatch):
     monkeypatch.setattr(links, "PATIENCE", 0.3)
-    door, closed, mute = links.Door(), links.Door(), socket.create_server(("127.0.0.1", 0))
+    door, closed, mute = links.Links(), links.Links(), socket.create_server(("127.0.0.1", 0))
     closed.close()
     places = {
         1: door.place,
@@ -346,10 +399,13 @@ def test_links_are_asked_over_tcp_whatever_listens_there(monkeypatch):
         4: door.place._replace(token="0" * 16),
     }
     with mute:
-        assert links.out_of_reach(places) == [2, 3, 4]
-        assert links.out_of_reach({1: door.place}) == []
+        assert answers_of(door, places) == {1: True, 2: False, 3: False, 4: False}
+        assert door.ask(places) == {}, "each is asked once, and told once"
+        assert answers_of(door, {**places, 5: door.place}) == {5: True}
     door.close()
-    assert links.out_of_reach({1: door.place}) == [1]
+    other = links.Links()
+    assert answers_of(other, {1: door.place}) == {1: False}
+    other.close()
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,10 @@
 Note [One bad link]
 Where two members have lost the link between them and reach everyone else, the group goes on without
 one of the two. After a round that failed each member listens for the time of the change, and sends
-some kilobytes to all others, which return them. A link is bad if both of its ends say so: one of
-them may be behind a firewall that lets connections out alone. The member with the most bad links
-goes, the higher one of two; and so on until no bad link is left.
+some kilobytes to each other one that has come, which returns them: the answers are there before
+those that do not come count as lost. A link is bad if both of its ends say so: one of them may be
+behind a firewall that lets connections out alone. The member with the most bad links goes, the
+higher one of two; and so on until no bad link is left.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import ipaddress
 import secrets
 import socket
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -24,7 +25,8 @@ from bagua._core.group.interfaces import own_address
 #: Seconds for a connection, and as many for the bytes.
 PATIENCE = 5.0
 _THREADS = 32  # at each end
-_BYTES = 16 * 1024  # more than a packet: small ones may pass where large ones are lost
+#: More than a packet: small ones may pass where large ones are lost. TCP sends so many at once.
+_BYTES = 8 * 1024
 _TOKEN = 16  # letters
 
 
@@ -43,39 +45,54 @@ class Place(NamedTuple):
         return Place(str(ipaddress.ip_address(address)), port, token)
 
 
-class Door:
-    """Returns bytes to those that know the token, until it is closed. At most 32 at a time."""
+class Links:
+    """To the other members of a change, until it is closed.
+
+    Returns bytes to those that know the token, at most 32 at a time. OSError: nothing can listen.
+
+    Attributes:
+        place: for the others, which ask there.
+    """
 
     def __init__(self) -> None:
         self._listening = socket.create_server((own_address(), 0), backlog=512)
         address, port = self._listening.getsockname()
         self.place = Place(address, port, secrets.token_hex(_TOKEN // 2))
-        self._threads = ThreadPoolExecutor(_THREADS + 1, "bagua-door")
-        self._threads.submit(self._serve)
+        self._answering = ThreadPoolExecutor(_THREADS + 1, "bagua-door")
+        self._answering.submit(self._serve)
+        self._asking = ThreadPoolExecutor(_THREADS, "bagua-links")
+        self._asked: dict[int, Future[bool]] = {}
+        self._told: set[int] = set()
+
+    def ask(self, places: Mapping[int, Place]) -> dict[int, bool]:
+        """Ask those that have not been asked yet whether they return bytes, without waiting.
+
+        Returns what has come since the last call, by member.
+        """
+        for member, place in places.items():
+            if member not in self._asked:
+                self._asked[member] = self._asking.submit(_reaches, place)
+        new = {m for m, asked in self._asked.items() if m not in self._told and asked.done()}
+        self._told |= new
+        return {member: self._asked[member].result() for member in new}
 
     def close(self) -> None:
         with suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # which ends accept()
         self._listening.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._answering, self._asking):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _serve(self) -> None:
         with suppress(OSError, RuntimeError):  # it is closed
             while True:
-                self._threads.submit(self._answer, self._listening.accept()[0])
+                self._answering.submit(self._answer, self._listening.accept()[0])
 
     def _answer(self, connection: socket.socket) -> None:
         with suppress(OSError), connection:
             connection.settimeout(PATIENCE)
             if hmac.compare_digest(_receive(connection, _TOKEN), self.place.token.encode()):
                 connection.sendall(_receive(connection, _BYTES))
-
-
-def out_of_reach(places: Mapping[int, Place]) -> list[int]:
-    """The members that do not return what they are sent; asks all at once."""
-    with ThreadPoolExecutor(_THREADS, "bagua-links") as threads:
-        found = list(threads.map(_reaches, places.values()))
-    return [member for member, reached in zip(places, found, strict=True) if not reached]
 
 
 def left_out(apart: Iterable[tuple[int, int]]) -> list[int]:

@@ -10,8 +10,10 @@ more than one, however the network is cut: the store is the referee.
 1. Each member of a generation that has failed, or has seen a request to join, writes that it is
    here, with a report of its state. After a failure they find out which of them reach each other:
    Note [One bad link].
-2. It waits until each other member is here too, or has been silent for some seconds, or twice the
-   group's timeout is over: the first is for a rank that waits in a collective.
+2. The one that came first waits until each other member is here too, or has been silent for some
+   seconds, or twice the group's timeout is over: the first is for a rank that waits in a
+   collective. It is near the store as a rule. The others read its decision, a round trip a look;
+   once it is silent itself, they do as it does.
 3. It proposes those that are here, less one end of each bad link, and the processes that wait to
    join and are alive. The first proposal is the decision.
 4. A member that is not in it raises. So do all if fewer are left than they must be.
@@ -25,7 +27,7 @@ None grows with rounds, generations or processes that have come back:
 - ``members``: the newest decision, which takes the place of the one before.
 - ``asking``: lines of those that wait to join, one a rank. Who decides takes answered ones away.
 - ``generation<g>/here``: lines of the members that have come to the change to generation g;
-  ``.../links``: whom each of them does not reach.
+  ``.../links``: whether each of them reaches another one.
 - ``generation<g>/round<n>/here``, ``.../late``: of a round of generation g with a grace. Who
   decides round n deletes round n - 2, whose decision all have read that were in n - 1.
 - ``life/<name>``: heartbeats of a process. Who decides deletes those of processes that neither
@@ -34,13 +36,14 @@ None grows with rounds, generations or processes that have come back:
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -63,17 +66,18 @@ from bagua._core.group.rendezvous import (
 )
 
 if TYPE_CHECKING:
-    from bagua._core.group.links import Place
+    from bagua._core.group.links import Links, Place
 
 _PAUSES = 0.02, 0.5  # seconds between two looks at the store before a round: the first, the longest
-#: The same while members change: a look is six requests at most, four a second in a long wait.
-_OF_CHANGES = 0.02, 1.5
+#: The same while members change: a look is two requests on average, four a second in a long wait.
+_OF_CHANGES = 0.02, 0.5
 _SOMEONE_JOINS = -1  # among the late ones of a round
 _KEY = "bagua/elastic"  # the incarnation that began last
 _MEMBERS, _ASKING = "members", "asking"
 _LEFT = "left"  # in place of a heartbeat
 _MOST_BYTES = 16 * 1024**2  # of one key: a thousand members have reports in it
 _MOST_RANK = 2**31
+_REQUESTS_FOR_MANY = 3  # keys: one to know that they are there, and torch's two to read them
 _MOST_ATTEMPTS = 16  # to take lines away that others add to
 #: A process whose heartbeat has not changed for so long is dead, stopped or cut off. There are two
 #: heartbeats a second, from a thread that does not need the interpreter.
@@ -116,6 +120,7 @@ class Decision:
         returned: new ones that were late, and keep their state.
         apart: pairs of members before that did not reach each other.
         unanswered: lives of those that asked to join, and were not taken in.
+        left: members before that have said that they leave.
     """
 
     generation: int = -1
@@ -124,6 +129,7 @@ class Decision:
     returned: list[int] = field(default_factory=list)
     apart: list[tuple[int, int]] = field(default_factory=list)
     unanswered: list[str] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
 
     def joined(self) -> list[int]:
         return [] if self.generation == 0 else sorted({*self.members} - {*self.reports})
@@ -173,7 +179,7 @@ class Pulse:
         self._looked = 0.0
 
     def look(self, names: Iterable[str]) -> None:
-        """Read the heartbeats of those :class:`Life`. Two requests, where all have beaten."""
+        """Read the heartbeats of those :class:`Life`. Three requests, where all have beaten."""
         names = [*dict.fromkeys(names)]
         self._looked = now = time.monotonic()
         for name, beat in zip(names, self._beats(names), strict=True):
@@ -197,7 +203,7 @@ class Pulse:
 
     def _beats(self, names: Sequence[str]) -> list[bytes]:
         keys = [*map(_beat_key, names)]
-        if self._reads_many and keys and self._store.check(keys):
+        if self._reads_many and len(keys) > _REQUESTS_FOR_MANY and self._store.check(keys):
             return [bytes(beat) for beat in self._store.multi_get(keys)]
         return [read(self._store, key) for key in keys]
 
@@ -255,7 +261,7 @@ class Membership:
         self._timeout = timeout
         self._called = called
         self._counts = counts
-        self._unanswered: list[str] = []  # lives that the last decision has not taken in
+        self._decision = Decision()  # the last one that this member has entered
         self._met_founders = False
         self._gathered = 0  # rounds of this generation
         self._late: list[int] = []  # that the next generation goes on without
@@ -271,9 +277,10 @@ class Membership:
                 self._met_founders = True
                 founders.bring(self._life.name)
                 names = [name_in(name, "founders") for name in founders.texts()]
-                first = Decision(0, dict(zip(ranks, names, strict=True)))
-                self._propose(Decision(), first)
-            self.lives = self._await_decision(0).members
+                decision = self._propose(Decision(0, dict(zip(ranks, names, strict=True))))
+            else:
+                decision = self._await_decision(0)
+            self._enter(decision)
 
     def leave(self) -> None:
         """Tell the others that this member leaves, after a round."""
@@ -287,7 +294,7 @@ class Membership:
         if self._life is None:
             return 0
         try:
-            known = {*self.lives.values(), *self._unanswered}
+            known = {*self.lives.values(), *self._decision.unanswered}
             return sum(request.life not in known for request in self._asking())
         except dist.DistError:
             return 0
@@ -341,7 +348,7 @@ class Membership:
             text = read(self._store, f"{key}/late")
             return _word(text, f"{key}/late", lambda ranks: [_number(r, -1) for r in ranks])
         # The others may have changed without this member since, and deleted that decision.
-        return [self._rank] if self._newest(self.generation).generation > self.generation else None
+        return [self._rank] if self._newest().generation > self.generation else None
 
     def _forget_round(self, number: int) -> None:
         key = f"generation{self.generation}/round{number}"
@@ -359,8 +366,7 @@ class Membership:
             if self._life is None:
                 decision = self._await_decision(number)
             else:
-                with _door(failed) as place:
-                    decision = self._decide([self._rank, report, place])
+                decision = self._agree_on_next(report, failed)
             members, called = decision.members, self._called
             if members.get(self._rank) != self.lives.get(self._rank):
                 if any(self._rank in link for link in decision.apart):
@@ -382,15 +388,11 @@ class Membership:
                     f"{len(members)} left are fewer than quorum={least}. Restart the job "
                     "from its last checkpoint, or allow fewer ranks."
                 )
-            pulse = Pulse(self._store)
-            pulse.look(self.lives[rank] for rank in lost)
-            return self._enter(decision, lost, [r for r in lost if pulse.left(self.lives[r])])
+            return self._enter(decision, lost)
 
-    def _enter(
-        self, decision: Decision, lost: Sequence[int] = (), left: Sequence[int] = ()
-    ) -> Change:
+    def _enter(self, decision: Decision, lost: Sequence[int] = ()) -> Change:
         self.generation, self.lives = decision.generation, decision.members
-        self._unanswered = decision.unanswered
+        self._decision = decision
         self._late, self._gathered = [], 0
         returned = sorted(decision.returned)
         return Change(
@@ -401,11 +403,11 @@ class Membership:
             [*lost],
             decision.reports,
             decision.apart,
-            [*left],
+            decision.left,
         )
 
-    def _newest(self, known: int = -1) -> Decision:
-        return newest(self._store, known, self._counts)
+    def _newest(self) -> Decision:
+        return newest(self._store, self._decision.generation, self._counts)
 
     def _await_decision(self, number: int) -> Decision:
         deadline, pause = (
@@ -421,78 +423,111 @@ class Membership:
             pause.take()
         return decision
 
-    def _decide(self, line: list[Any]) -> Decision:
-        """The next generation, which is decided, perhaps by this process. ``line``: its own."""
-        pulse, pause, number = Pulse(self._store), Pause(*_OF_CHANGES), self.generation + 1
+    def _agree_on_next(self, report: Report, failed: bool) -> Decision:
+        """The next generation, which is decided, perhaps by this process."""
+        key, own = f"generation{self.generation + 1}", self.lives[self._rank]
         deadline = time.monotonic() + 2 * self._timeout.total_seconds()
-        came = False
-        while (before := self._newest(self.generation)).generation < number:
-            if not came:
-                append(self._store, f"generation{number}/here", f"{json.dumps(line)}\n")
-                came = True
-            here = self._here(f"generation{number}", lambda other: _present(other, line[1]))
-            expected = {r: life for r, life in self.lives.items() if r not in self._late}
-            missing = [life for rank, life in expected.items() if rank not in here]
-            asking = [request for request in self._asking() if request.rank not in here]
-            pulse.look([*self.lives.values(), *(request.life for request in asking)])
-            waited_for = [life for life in missing if not pulse.silent(life)]
-            joining = [request for request in asking if pulse.beats(request.life)]
-            dead = {request.life for request in asking if pulse.silent(request.life)}
-            waits = waited_for or len(asking) > len(joining) + len(dead)
-            apart = None if waits else self._apart(number, here, pulse)
-            if apart is None and time.monotonic() <= deadline:
+        pulse, pause, decides = Pulse(self._store), Pause(*_OF_CHANGES), False
+        with _links(failed) as links:
+            place = None if links is None else links.place
+            append(self._store, f"{key}/here", f"{json.dumps([self._rank, report, place])}\n")
+            for look in itertools.count():
+                if decides or look % 2 == 0:
+                    here = self._here(key, lambda line: _present(line, report))
+                    if links is not None:
+                        self._tell(f"{key}/links", here, links)
+                    first = self.lives[next(iter(here), self._rank)]
+                    over = time.monotonic() > deadline
+                    decides = over or first == own
+                    if not decides and look > 0:  # the decision may be there already
+                        pulse.look([first])
+                        decides = pulse.silent(first)
+                decision = self._decide(key, here, pulse, over) if decides else self._newest()
+                if decision is not None and decision.generation > self.generation:
+                    return decision
                 pause.take()
-                continue
-            reports = _going_on(here, apart or [])
-            members = {rank: self.lives[rank] for rank in reports}
-            members |= {request.rank: request.life for request in joining}
-            returned = [request.rank for request in joining if request.returns]
-            self._propose(before, Decision(number, members, reports, returned, apart or []), dead)
-        return before
+        raise AssertionError
+
+    def _tell(self, key: str, here: Mapping[int, _Present], links: Links) -> None:
+        """Ask the members that have come since, and write what others have answered."""
+        others = {rank: place for rank, place in _places(here).items() if rank != self._rank}
+        lines = [json.dumps([self._rank, *answer]) for answer in links.ask(others).items()]
+        if lines:
+            append(self._store, key, "".join(f"{line}\n" for line in lines))
+
+    def _decide(
+        self, key: str, here: Mapping[int, _Present], pulse: Pulse, over: bool
+    ) -> Decision | None:
+        """Propose the next generation, or None: it is too early. ``over``: to wait."""
+        absent = {rank: life for rank, life in self.lives.items() if rank not in here}
+        missing = [life for rank, life in absent.items() if rank not in self._late]
+        if missing:  # or the others have gone on without this one
+            newest = self._newest()
+            if newest.generation > self.generation:
+                return newest
+        asking = [request for request in self._asking() if request.rank not in here]
+        told_of = [self.lives[rank] for rank in _places(here)]
+        pulse.look([*absent.values(), *told_of, *(request.life for request in asking)])
+        joining = [request for request in asking if pulse.beats(request.life)]
+        dead = {request.life for request in asking if pulse.silent(request.life)}
+        waits = len(asking) > len(joining) + len(dead)
+        waits = waits or not all(pulse.silent(life) for life in missing)
+        apart = None if waits else self._apart(f"{key}/links", here, pulse)
+        if apart is None and not over:
+            return None
+        reports = _going_on(here, apart or [])
+        members = {rank: self.lives[rank] for rank in reports}
+        members |= {request.rank: request.life for request in joining}
+        proposal = Decision(
+            self.generation + 1,
+            members,
+            reports,
+            [request.rank for request in joining if request.returns],
+            apart or [],
+            sorted({one.life for one in asking} - {*members.values(), *dead}),
+            [rank for rank, life in absent.items() if pulse.left(life)],
+        )
+        return self._propose(proposal, dead)
 
     def _apart(
-        self, number: int, here: Mapping[int, _Present], pulse: Pulse
+        self, key: str, here: Mapping[int, _Present], pulse: Pulse
     ) -> list[tuple[int, int]] | None:
         """The pairs that do not reach each other; None: not all have told it yet."""
-        places = {rank: place for rank, (_, place) in here.items() if place is not None}
+        places = [*_places(here)]
         if not places:
             return []
-        key = f"generation{number}/links"
         told = self._told(key)
-        if self._rank not in told:
-            places.pop(self._rank, None)
-            from bagua._core.group.links import out_of_reach
-
-            append(self._store, key, f"{json.dumps([self._rank, out_of_reach(places)])}\n")
-            told = self._told(key)
-        if any(rank not in told and not pulse.silent(self.lives[rank]) for rank in here):
-            return None
+        for rank, other in itertools.permutations(places, 2):
+            if (rank, other) not in told and not pulse.silent(self.lives[rank]):
+                return None
         return [
             (rank, other)
-            for rank in sorted(told)
-            for other in sorted(told[rank])
-            if rank < other and rank in told.get(other, ())
+            for rank, other in itertools.combinations(sorted(places), 2)
+            if told.get((rank, other)) is told.get((other, rank)) is False
         ]
 
-    def _told(self, key: str) -> dict[int, list[int]]:
-        """By member those that it does not reach."""
+    def _told(self, key: str) -> dict[tuple[int, int], bool]:
+        """Whether the first of two members reaches the second."""
         lines = _lines(
-            read(self._store, key), key, lambda line: (_number(line[0]), [*map(_number, line[1])])
+            read(self._store, key),
+            key,
+            lambda line: ((_number(line[0]), _number(line[1])), _flag(line[2])),
         )
         return dict(lines)
 
-    def _propose(self, before: Decision, decision: Decision, dead: Collection[str] = ()) -> None:
-        """Make this the decision, unless there is one already. ``dead``: some that have asked."""
-        asking = {request.life for request in self._asking()}
-        answered = {*decision.members.values(), *dead}
-        decision = replace(decision, unanswered=sorted(asking - answered))
-        text = decision.text().encode()
-        expected = before.text() if before.generation >= 0 else ""
-        decided = bytes(self._store.compare_set(_MEMBERS, expected, text.decode())) == text
-        if decided:
-            self._take_away(lambda request: request.life in answered)
-            lives = {*decision.members.values(), *before.members.values(), *asking}
-            forget_old(self._store, decision.generation, lives)
+    def _propose(self, proposal: Decision, dead: Collection[str] = ()) -> Decision:
+        """The decision: this one, unless there is one already. ``dead``: some that have asked."""
+        text = proposal.text().encode()
+        before = self._decision.text() if proposal.generation > 0 else ""
+        found = bytes(self._store.compare_set(_MEMBERS, before, text.decode()))
+        if found != text:
+            return decision_in(found, proposal.generation, self._counts)
+        if proposal.generation > 0:
+            answered = {*proposal.members.values(), *dead}
+            asking = self._take_away(lambda request: request.life in answered)
+            lives = {*proposal.members.values(), *self.lives.values(), *asking}
+            forget_old(self._store, proposal.generation, lives)
+        return proposal
 
     def _here(self, key: str, word: Callable[[Any], Value]) -> dict[int, Value]:
         """The members that have come to a round or a change, in that order, and their words."""
@@ -504,16 +539,21 @@ class Membership:
         """The last request of each rank."""
         return _requests_in(read(self._store, _ASKING))
 
-    def _take_away(self, answered: Callable[[_Request], bool]) -> None:
-        """Take requests from the list, to which others may add at the same time."""
+    def _take_away(self, answered: Callable[[_Request], bool]) -> list[str]:
+        """Take requests from the list, to which others may add at the same time.
+
+        Returns the lives of those that it has found.
+        """
         for _ in range(_MOST_ATTEMPTS):
             before = read(self._store, _ASKING)
-            kept = "".join(one.line() for one in _requests_in(before) if not answered(one)).encode()
+            asking = _requests_in(before)
+            kept = "".join(one.line() for one in asking if not answered(one)).encode()
             if before in (
                 kept,
                 bytes(self._store.compare_set(_ASKING, before.decode(), kept.decode())),
             ):
-                return
+                break
+        return [one.life for one in asking]
 
     def ask(self, *, returns: bool = False) -> int:
         """Ask to belong to the newest generation; a number for the request. 0: another one asks.
@@ -530,27 +570,31 @@ class Membership:
     def join(self, request: int) -> Change:
         """Wait for the generation that answers a ``request``, or raise: nobody is left."""
         life, pulse, pause = _life_name(request), Pulse(self._store), Pause(*_OF_CHANGES)
+        asks = True
         with store_needed():
-            while True:
-                asks = any(one.life == life for one in self._asking())
-                decision = self._newest()  # read last: it is decided before a line goes
+            for look in itertools.count():
+                decision = self._newest()
                 answers = decision.generation > self.generation  # it may have come back in this one
                 if answers and decision.members.get(self._rank) == life:
                     return self._enter(decision)
-                pulse.look(decision.members.values())
-                if all(pulse.silent(member) for member in decision.members.values()):
-                    raise _C.BaguaError(
-                        f"{self._called} {self._rank} came back, and no member of generation "
-                        f"{decision.generation}, {self._called}(s) {_listed(decision.members)}, is "
-                        "alive any more. If they have not ended with the training, start all again."
-                    )
-                if not asks:
+                if not asks:  # before that decision was read, which comes before a line goes
                     raise _C.BaguaError(
                         f"{self._called} {self._rank} came back, and its heartbeats did not reach "
                         "the others while they decided, or another process asks in its place. "
                         "Start it again."
                     )
+                if look % 2 == 0:
+                    asks = any(one.life == life for one in self._asking())
+                    pulse.look(decision.members.values())
+                    if all(pulse.silent(member) for member in decision.members.values()):
+                        raise _C.BaguaError(
+                            f"{self._called} {self._rank} came back, and no member of generation "
+                            f"{decision.generation}, {self._called}(s) "
+                            f"{_listed(decision.members)}, is alive any more. If they have not "
+                            "ended with the training, start all again."
+                        )
                 pause.take()
+        raise AssertionError
 
 
 class _Request(NamedTuple):
@@ -565,7 +609,7 @@ class _Request(NamedTuple):
 def _requests_in(value: bytes) -> list[_Request]:
     """The last request of each rank."""
     lines = _lines(
-        value, _ASKING, lambda line: _Request(_number(line[0]), _name(line[1]), line[2] is True)
+        value, _ASKING, lambda line: _Request(_number(line[0]), _name(line[1]), _flag(line[2]))
     )
     return [*{request.rank: request for request in lines}.values()]
 
@@ -576,8 +620,11 @@ def newest(store: c10d.Store, known: int = -1, counts: Collection[str] = ()) -> 
     ``counts``: counters that each of its reports has.
     """
     text = read(store, _MEMBERS)
-    if not text and known < 0:
-        return Decision()
+    return decision_in(text, known, counts) if text or known >= 0 else Decision()
+
+
+def decision_in(text: bytes, known: int, counts: Collection[str]) -> Decision:
+    """The decision that ``text`` is, as :func:`newest` returns it."""
     return _word(text, _MEMBERS, lambda value: _decision(value, text, known, counts))
 
 
@@ -595,6 +642,12 @@ def _is_old(key: str, generation: int, lives: Collection[str]) -> bool:
 
 def _number(value: Any, least: int = 0) -> int:
     return whole(value, _MOST_RANK, least)
+
+
+def _flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise ValueError(value)
+    return value
 
 
 def _name(value: Any) -> str:
@@ -627,20 +680,25 @@ def _going_on(here: Mapping[int, _Present], apart: list[tuple[int, int]]) -> dic
     return {rank: report for rank, (report, _) in here.items() if rank not in gone}
 
 
+def _places(here: Mapping[int, _Present]) -> dict[int, Place]:
+    """Where the members listen that look at links."""
+    return {rank: place for rank, (_, place) in here.items() if place is not None}
+
+
 @contextmanager
-def _door(opened: bool) -> Iterator[Place | None]:
-    """Listens inside, where links are looked at and there is an address."""
-    door = None
+def _links(opened: bool) -> Iterator[Links | None]:
+    """Links to look at, where they are and there is an address."""
+    links = None
     if opened:
-        from bagua._core.group.links import Door
+        from bagua._core.group.links import Links
 
         with suppress(OSError):
-            door = Door()
+            links = Links()
     try:
-        yield None if door is None else door.place
+        yield links
     finally:
-        if door is not None:
-            door.close()
+        if links is not None:
+            links.close()
 
 
 def links_in_words(called: str, apart: Iterable[tuple[int, int]]) -> str:
@@ -663,6 +721,7 @@ def _decision(value: Any, text: bytes, known: int, counts: Collection[str]) -> D
         [_number(rank) for rank in value["returned"]],
         [(_number(one), _number(other)) for one, other in value["apart"]],
         [_name(life) for life in value["unanswered"]],
+        [_number(rank) for rank in value["left"]],
     )
     right = {*found.reports} <= {*found.members} and (found.generation == 0 or found.reports)
     if not right or any(not report.keys() >= {*counts} for report in found.reports.values()):
