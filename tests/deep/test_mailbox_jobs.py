@@ -2,9 +2,11 @@
 
 import os
 import re
+import socket
 import subprocess
 from pathlib import Path
 
+import pytest
 from support.processes import fork_server
 from support.processes.fork_server import FORKED_PYTHON
 
@@ -136,3 +138,83 @@ def test_an_island_leaves_within_a_short_notice_while_its_storage_hangs(tmp_path
         island.kill()
     assert island.returncode == 0, text
     assert "has left" in text
+
+
+#: A rank of an island of shards, which may be killed before or behind its file of a round.
+SHARDS = """
+import os, signal, sys
+import bagua.torch_api as bagua
+import torch
+import torch.distributed as dist
+from bagua._outer.mailbox import claims
+from bagua._outer.mailbox.box import Box
+from bagua.torch_api.algorithms import DiLoCoAlgorithm, Mailbox, OuterSGD
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+url, island, dies = sys.argv[1:]
+claims._BEAT, claims._SILENCE = 0.3, 3.0
+mail, mailed = Box.mail, 0
+
+def mails(self, file):
+    global mailed
+    mailed += file.path.startswith("round-")
+    if dies == "before" and mailed == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    mail(self, file)
+    if dies == "behind" and mailed == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Box.mail = mails
+bagua.init_process_group()
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 4))
+fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+mailbox = Mailbox(url, island=island, quorum=2, keep=3, secret="of these two islands")
+algorithm = DiLoCoAlgorithm(OuterSGD(), 4, codec="int4_block", overlap_steps=1, elastic=mailbox)
+bagua.wrap(model, [optimizer], algorithm)
+while model.bagua_algorithm.outer_rounds < 10:
+    optimizer.zero_grad()
+    model(torch.randn(8, 8)).square().mean().backward()
+    optimizer.step()
+loop = model.bagua_algorithm._loop
+digest = "".join(f"{value.sum().item().hex()}" for value in loop.state.named().values())
+print(f"rounds={model.bagua_algorithm.outer_rounds} loss=0 anchor={digest}", flush=True)
+bagua.destroy_process_group()
+"""
+
+
+def start_ranks(folder, island, dies="never"):
+    """The ranks of an island of shards, of which the second may die."""
+    script = folder / "shards.py"
+    script.write_text(SHARDS)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+    url = f"file://{folder}/run"
+    return [
+        run(script, url, island, dies if rank else "never", RANK=f"{rank}", **place)
+        for rank in range(2)
+    ]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("dies", ["before", "behind"])
+def test_an_island_of_shards_of_which_a_rank_is_killed_comes_back(tmp_path, dies):
+    oslo, paris = start_ranks(tmp_path, "oslo"), start_ranks(tmp_path, "paris", dies)
+    again = []
+    try:
+        assert paris[1].wait(timeout=90) == -9, paris[1].stdout.read()
+        # Before its file the island does not count, whatever its first rank has mailed.
+        if dies == "before":
+            assert not list(tmp_path.glob("run/round-000000003/from-paris-*"))
+        paris[0].kill()
+        paris[0].communicate(timeout=60)
+        again = start_ranks(tmp_path, "paris")
+        for rank in range(2):
+            outputs_of_one_anchor([oslo[rank], again[rank]], rounds=10)
+    finally:
+        for each in (*oslo, *paris, *again):
+            each.kill()

@@ -26,10 +26,8 @@ from bagua.torch_api.algorithms import DiLoCoAlgorithm, Mailbox, OuterSGD
 from fsspec.implementations.memory import MemoryFileSystem
 from oracle.mailbox import Islands
 from ranks.test_diloco import own_step
-from support import sharded, training
+from support import training
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 NAMES = "oslo", "paris", "rome"
@@ -1190,18 +1188,6 @@ def test_islands_of_two_ranks_hold_equal_anchors_and_each_mails_once(ranks, tmp_
         for number in (2, 3, 4):
             mailed = list(folder.glob(f"round-{number:09d}/from-*"))
             assert sorted(file.name.split("-")[1] for file in mailed) == ["oslo", "paris"]
-
-
-@sharded.with_torch_group
-def of_shards(folder):
-    model = fully_shard(training.network(), mesh=init_device_mesh("cpu", (2,)))
-    return training.error_of(lambda: island(folder, "oslo", model=model))
-
-
-def test_an_island_of_shards_is_refused_with_the_way_to_train_it(ranks, tmp_path):
-    for text in ranks(2, of_shards, str(tmp_path)):
-        assert "parameter '0.weight' is a DTensor" in text
-        assert "or give it Elastic() with process_group=connect_islands(...)" in text
 
 
 @training.with_group

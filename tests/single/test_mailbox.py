@@ -1,5 +1,6 @@
 """Files of a mailbox: what a reader refuses, and how a place keeps them."""
 
+import dataclasses
 import errno
 import io
 import json
@@ -13,7 +14,8 @@ import torch
 from bagua.__main__ import main
 from bagua._core.group.grace import Grace
 from bagua._core.state.step_folder import Damaged
-from bagua._outer.mailbox import claims, letters, store
+from bagua._outer.mailbox import box, claims, letters, store
+from bagua._outer.mailbox.box import Box
 from bagua._outer.mailbox.letters import Contribution, Counted, Manifest
 from bagua._outer.mailbox.patience import Patience
 from bagua._outer.mailbox.places import place_at
@@ -100,10 +102,19 @@ def test_fields_of_any_type_are_refused_or_hold_their_ranges():
     manifest |= {"author": "oslo", "counted": counted}
     assert Contribution.of("x", contribution).weight == 1
     assert [each.island for each in Manifest.of("x", manifest).counted] == ["oslo", "paris"]
-    for kind, good in ((Contribution, contribution), (Manifest, manifest)):
+    of_shards = {**contribution, "shards": ["ab" * 32, "cd" * 32]}
+    read = Contribution.of("x", of_shards)
+    assert json.loads(json.dumps(read.fields())) == of_shards
+    assert "shards" not in Contribution.of("x", contribution).fields()
+    for bad in ({}, "ab", ["ab"], ["ab" * 31], ["xy" * 32], ["ab" * 32] * 513, None):
+        with pytest.raises(Damaged):
+            Contribution.of("x", {**contribution, "shards": bad})
+    kinds = (Contribution, contribution), (Contribution, of_shards), (Manifest, manifest)
+    for kind, good in kinds:
         for _ in range(2000):
             fields = json.loads(json.dumps(good))
-            place = fields if draw.random() < 0.6 else fields.get("counted", [fields])
+            inner = fields.get("counted", fields.get("shards", [fields]))
+            place = fields if draw.random() < 0.6 else inner
             key = draw.choice(list(place) if isinstance(place, dict) else range(len(place)))
             place[key] = strange(draw)
             try:
@@ -113,6 +124,7 @@ def test_fields_of_any_type_are_refused_or_hold_their_ranges():
             assert 0 <= found.round < 10**9
             assert letters.is_hex(found.run)
             assert letters.is_hex(found.anchor)
+            assert all(len(each) == 64 for each in getattr(found, "shards", ()))
 
 
 def test_last_rounds_of_any_type_are_refused_or_those_of_islands():
@@ -171,6 +183,112 @@ def test_tensors_come_back_or_their_table_is_refused():
     for wrong in (None, -1, len(body) + 1, True, 0):
         with pytest.raises(Damaged):
             letters.unpacked("anchor", wrong, memoryview(body))
+
+
+# Shards of islands.
+
+
+def of_rank(folder, rank, ranks=2, sizes=(8,)):
+    box = Box(Folder(folder, "oslo"), SECRET, sizes, rank, ranks)
+    box.run = "0" * 16
+    return box
+
+
+def contributed(folder, boxes, island="oslo", fill=7):
+    """A contribution of shards that its ranks have mailed, but for the file that names them."""
+    own = Contribution("0" * 16, island, 3, 0, "f" * 16, 1.0)
+    sealed = []
+    for rank, each in enumerate(boxes):
+        data = each.new_contribution(own)
+        letters.body_of(data)[:] = bytes([fill + rank]) * 8
+        sealed.append(each.sealed_shard(own, data))
+        each.mail(sealed[-1])
+    return dataclasses.replace(own, shards=tuple(each.seal for each in sealed)), sealed
+
+
+def test_a_contribution_of_shards_is_read_by_rank_and_is_whole_with_all(tmp_path):
+    boxes = [of_rank(tmp_path, rank) for rank in range(2)]
+    own, sealed = contributed(tmp_path, boxes)
+    assert boxes[0].contributions(3) == {}
+    received = boxes[0].contribute_shards(own, sealed[0])
+    (name,) = boxes[0].contributions(3)["oslo"]
+    assert name == received.counted.name
+    for rank in range(2):
+        found = of_rank(tmp_path, rank).contribution(3, 0, name)
+        assert (found.counted, bytes(found.body)) == (received.counted, bytes([7 + rank]) * 8)
+        assert found.contribution == own
+        assert boxes[rank].contribution(3, 0, name).body.obj is sealed[rank].data  # not read anew
+    assert boxes[0].shards_there(own)
+    (tmp_path / sealed[1].path).unlink()
+    assert not boxes[0].shards_there(own)
+    assert of_rank(tmp_path, 1).contribution(3, 0, name) is None
+    assert boxes[0].shard_paths(3) == {"oslo": [sealed[0].path]}
+
+
+def test_shards_that_their_contribution_does_not_name_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(box, "_LOOKS", 1)
+    monkeypatch.setattr(box, "_BETWEEN_FIRST_AND_LAST", 0.0)
+    boxes = [of_rank(tmp_path, rank) for rank in range(2)]
+    own, sealed = contributed(tmp_path, boxes)
+    name = boxes[0].contribute_shards(own, sealed[0]).counted.name
+    _, others = contributed(tmp_path / "other", [of_rank(tmp_path / "other", r) for r in range(2)])
+    _, changed = contributed(
+        tmp_path / "third", [of_rank(tmp_path / "third", r) for r in range(2)], fill=9
+    )
+    place, good = tmp_path / sealed[1].path, bytes(sealed[1].data)
+    assert bytes(others[1].data) == good
+    for words, data in (
+        ("it is not the shard", changed[1].data),
+        ("it is not the shard", sealed[0].data),
+        ("its seal differs", good[:-1] + b"x"),
+        ("truncated", good[:-1]),
+        ("of kind 2|kind 2", letter(fields=own.fields(), body=b"")),
+    ):
+        place.write_bytes(data)
+        with pytest.warns(RuntimeWarning, match=words):
+            assert of_rank(tmp_path, 1).contribution(3, 0, name) is None
+    place.write_bytes(good)
+    assert bytes(of_rank(tmp_path, 1).contribution(3, 0, name).body) == b"\x08" * 8
+    for wrong in (of_rank(tmp_path, 0, 3), of_rank(tmp_path, 0, 1), of_rank(tmp_path, 1, 2, (9,))):
+        with pytest.warns(RuntimeWarning, match="shards, and not|8 bytes, and not 9"):
+            assert wrong.contribution(3, 0, name) is None
+
+
+def test_an_anchor_of_shards_is_whole_with_all_and_goes_with_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(box, "_LOOKS", 1)
+    monkeypatch.setattr(box, "_BETWEEN_FIRST_AND_LAST", 0.0)
+    boxes = [of_rank(tmp_path, rank) for rank in range(2)]
+    tensors = [{"a": torch.full((2, 3), float(rank))} for rank in range(2)]
+
+    def read(rank):
+        return of_rank(tmp_path, rank).anchor(number, tensors[rank], lambda found: found)
+
+    for number in (0, 2, 4):
+        counters = {"rounds": number, "outer_rounds": number}
+        shards = [boxes[r].sealed_anchor_shard(number, tensors[r]) for r in range(2)]
+        seals = [each.seal for each in shards]
+        for each in shards:
+            assert not boxes[0].anchor_shards_there(number, seals)
+            assert boxes[0].anchors()[-1:] != [number]
+            boxes[0].mail(each)
+        assert boxes[0].anchor_shards_there(number, seals)
+        assert boxes[0].put_anchor_of_shards(counters, {"oslo": 3}, seals)
+        assert not boxes[1].put_anchor_of_shards(counters, {}, seals)
+        for rank in range(2):
+            found = read(rank)
+            assert found[:2] == (counters, {"oslo": 3})
+            assert torch.equal(found[2]["a"], tensors[rank]["a"])
+    boxes[0].forget()
+    names = sorted(os.listdir(tmp_path))
+    assert [n for n in names if n.startswith("shards-")] == ["shards-000000002", "shards-000000004"]
+    place = tmp_path / shards[1].path
+    for data in (shards[0].data, bytes(shards[1].data)[:-1]):
+        place.write_bytes(data)
+        with pytest.warns(RuntimeWarning, match="anchor-000000004 is refused"):
+            assert read(1) is None
+        assert read(0) is not None
+    place.unlink()
+    assert read(1) is None
 
 
 # Claims.

@@ -43,7 +43,7 @@ import gc
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -68,6 +68,8 @@ from bagua._outer.loop import broadcast_fragments
 from bagua._outer.strategies import Elastic, FixedRanks, RankWeights
 
 if TYPE_CHECKING:
+    import torch
+
     from bagua._core.group.connections import Connections
     from bagua._outer.loop import OuterLoop, OuterState, Schedule
 
@@ -139,7 +141,7 @@ class ElasticRanks(FixedRanks):
             self._enter(self._membership.join(request))
         close_at_exit(self)
 
-    def claim(self) -> None:
+    def claim(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """As ``FixedRanks``. ValueError: another module makes the group's changes."""
         if self._membership.owner() not in (None, self):
             gc.collect()  # a module that is gone may not have been collected yet

@@ -124,8 +124,11 @@ class FixedRanks:
         """Call ``receive`` where no round is made: for a checkpoint, or before another plan."""
         receive()
 
-    def claim(self) -> None:
-        """A plan is about to be built; the module that was wrapped before has ended its own."""
+    def claim(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """A plan is about to be built of parameters; the module wrapped before has ended its own.
+
+        ValueError: these ranks cannot meet with such parameters.
+        """
 
     def inherited_state(self) -> OuterState | None:
         """The state that a new plan goes on with; None: it begins."""

@@ -36,7 +36,10 @@ _BEFORE_FIRST = 5.0  # seconds: every claim of a process that lives changes with
 
 
 class Round(NamedTuple):
-    """A round: islands that count, those that came too late, and bytes of each contribution."""
+    """A round: islands that count, those that came too late, and bytes of each contribution.
+
+    Shards are those of all ranks; where an island has contributed twice, of both times.
+    """
 
     number: int
     counted: list[str]
@@ -119,8 +122,12 @@ class View:
         files = self._box.contributions(number)
         there = {name for names in files.values() for name in names}
         folder = f"round-{number:09d}"
+        shards = self._box.shard_paths(number)
         sizes = {
-            each.island: self._place.size(f"{folder}/{each.name}")
+            each.island: sum(
+                self._place.size(path)
+                for path in (f"{folder}/{each.name}", *shards.get(each.island, []))
+            )
             for each in counted
             if each.name in there
         }

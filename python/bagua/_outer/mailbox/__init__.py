@@ -26,7 +26,8 @@ class Mailbox(Elastic):
     """Rounds between islands that meet in a folder or an object store.
 
     An island is a process that trains, started by itself, or the ranks of a ``torchrun`` whose
-    weights torch's DistributedDataParallel keeps equal. It needs neither addresses of others nor
+    weights torch's DistributedDataParallel keeps equal, or of which ``fully_shard`` gives each a
+    shard: then each rank mails its own. It needs neither addresses of others nor
     their number, and only connections that it opens. All islands use one URL. They apply the
     contributions that count in one order, so that their anchors have equal bits. An island may come
     at any time, leave, and come back with the same name; if all are gone, the next one that starts
@@ -45,12 +46,12 @@ class Mailbox(Elastic):
             environment, ``BAGUA_MAILBOX_SECRET``; without one files are checked for damage only.
         keep: rounds between two anchors that are mailed. At most 2 ``keep`` + 1 rounds and three
             anchors lie in the mailbox; 2 (``keep`` + islands) + 1 rounds where islands are killed
-            before they could remove old ones.
+            before they could remove old ones, and two more where they have shards.
         leave_within: seconds in which a process that gets SIGTERM leaves, see ``bagua.leave``.
 
     Raises:
-        ValueError: an argument is out of its range. From ``bagua.wrap``: parameters that are
-            DTensors, a warm-up, or a storage that cannot create files exclusively.
+        ValueError: an argument is out of its range. From ``bagua.wrap``: ranks that hold shards
+            and copies, a warm-up, or a storage that cannot create files exclusively.
 
     Example::
 

@@ -5,12 +5,15 @@ Note [Files of a mailbox]
 - ``islands/<island>-<n>``: claims (``claims.py``).
 - ``anchor-<N>``: anchors and the outer optimizer's state after N rounds, every ``keep`` rounds.
 - ``round-<N>/from-<island>-<seal>``: contributions to the round after N rounds.
+- ``round-<N>/shard-<rank>-<island>-<seal>``, ``shards-<N>/shard-<rank>-<seal>``: shards of the
+  ranks of an island, of contributions and of anchors. Those that name them are written last.
 - ``round-<N>/manifest-<k>``: who counts. The first that is whole decides; there are others only
   where one was damaged.
 - ``tmp/``: files that are being written to a folder.
 
 Two anchors stay, and the rounds from the older one on: at most 2 keep + 1 where islands live, and
-for each time that those whose turn it is are killed, a round more: 2 (keep + islands) + 1.
+for each time that those whose turn it is are killed, a round more: 2 (keep + islands) + 1. Where
+islands have shards, an island that stands in mails the anchor in its next round: two rounds more.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ _ANCHOR = re.compile(r"anchor-(\d{9})", re.ASCII)
 _ROUND = re.compile(r"round-(\d{9})", re.ASCII)
 _FROM = re.compile(r"from-([A-Za-z0-9_-]{1,64})-([0-9a-f]{16})", re.ASCII)
 _MANIFEST = re.compile(r"manifest-\d", re.ASCII)
+_SHARD = re.compile(r"shard-\d{1,3}-([A-Za-z0-9_-]{1,64})-[0-9a-f]{16}", re.ASCII)
+_SHARDS = re.compile(r"shards-(\d{9})", re.ASCII)
 _MOST_MANIFESTS = 8
 _MOST_NAMES = 4 * letters.MOST_ISLANDS  # of a folder that are looked at
 _MOST_PLAN = 2**26  # bytes of text
@@ -54,6 +59,14 @@ class Received(NamedTuple):
     body: memoryview
 
 
+class Sealed(NamedTuple):
+    """A file that is to be mailed."""
+
+    path: str
+    data: bytearray
+    seal: str
+
+
 class _Damage(NamedTuple):
     first: float  # when it was seen
     looks: int
@@ -66,10 +79,20 @@ class Box:
     Args:
         secret: of the seals; None: they are digests.
         bodies: bytes of a contribution, by fragment; none: only manifests and names are read.
+        shard: of ``shards``, which is read and written here. One: contributions have bodies.
     """
 
-    def __init__(self, place: Place, secret: bytes | None, bodies: Sequence[int]) -> None:
+    def __init__(
+        self,
+        place: Place,
+        secret: bytes | None,
+        bodies: Sequence[int],
+        shard: int = 0,
+        shards: int = 1,
+    ) -> None:
         self.place, self.secret = place, secret
+        self.shard, self.shards = shard, shards
+        self._own: Sealed | None = None  # the shard that was mailed last
         self.run = ""
         self._bodies = list(bodies)
         self._damaged: dict[str, _Damage] = {}
@@ -94,8 +117,8 @@ class Box:
             words = [_short(lines[same : same + 1]) for lines in (theirs, own)]
             raise _C.BaguaMismatchError(
                 f"mailbox {self.place.url}: its run was begun with {words[0]}, and this island has "
-                f"{words[1]}. Give all islands the same model, codec, fragments, weight and outer "
-                "optimizer, or this one another URL."
+                f"{words[1]}. Give all islands the same model, codec, fragments, weight, outer "
+                "optimizer and number of shards, or this one another URL."
             )
         self.run = letter.fields["run"]
 
@@ -130,7 +153,9 @@ class Box:
 
     def new_contribution(self, own: Contribution) -> bytearray:
         size = self._bodies[own.part]
-        return letters.written(letters.CONTRIBUTION, vars(own), size, self.secret)
+        if self.shards == 1:
+            return letters.written(letters.CONTRIBUTION, own.fields(), size, self.secret)
+        return letters.written(letters.SHARD, self._shard_fields(own), size, self.secret)
 
     def contributions(self, number: int) -> dict[str, list[str]]:
         """Names of the files of a round's contributions, by island."""
@@ -138,29 +163,98 @@ class Box:
         for name in self.place.names(_folder(number))[:_MOST_NAMES]:
             if match := _FROM.fullmatch(name):
                 found.setdefault(match[1], []).append(name)
-            elif not _MANIFEST.fullmatch(name):
+            elif not _MANIFEST.fullmatch(name) and not _SHARD.fullmatch(name):
                 self._tell(f"{_folder(number)}/{name}", "no island gives a file such a name")
         return found
 
     def contribution(self, number: int, part: int, name: str) -> Received | None:
-        """A contribution; None: it is not there, not whole yet, or refused for good."""
+        """A contribution; None: it is not there, not whole yet, or refused for good.
+
+        Its body is that of this rank's shard, where islands have shards.
+        """
         path, match = f"{_folder(number)}/{name}", _FROM.fullmatch(name)
         if match is None or self._is_refused(path):
             return None
         try:
-            letter = self._read(path, letters.CONTRIBUTION, self._bodies[part])
+            size = self._bodies[part] if self.shards == 1 else 0
+            letter = self._read(path, letters.CONTRIBUTION, size)
             if letter is None:
                 return None
             found = Contribution.of(path, letter.fields)
             place = found.run, found.island, found.round
             if place != (self.run, match[1], number) or letter.seal[:16] != match[2]:
                 raise Damaged(path, "it is of another run, island or round, or was renamed")
-            if found.part != part or len(letter.body) != self._bodies[part]:
+            if len(found.shards) != (self.shards if self.shards > 1 else 0):
+                raise Damaged(path, f"it has {len(found.shards)} shards, and not {self.shards}")
+            if found.part != part or len(letter.body) != size:
                 raise Damaged(path, f"it is of fragment {found.part}, and {part} is due")
         except Damaged as error:
             self._refuse(path, error)
             return None
-        return Received(Counted(found.island, letter.seal, found.weight), found, letter.body)
+        body = letter.body if self.shards == 1 else self._shard_of(found)
+        if body is None:
+            return None
+        return Received(Counted(found.island, letter.seal, found.weight), found, body)
+
+    # Shards of contributions.
+
+    def sealed_shard(self, own: Contribution, data: bytearray) -> Sealed:
+        """This rank's shard. ``data``: as :meth:`new_contribution` has made it, filled."""
+        seal = letters.sealed(data, self.secret)
+        name = f"shard-{self.shard}-{own.island}-{seal[:16]}"
+        self._own = Sealed(f"{_folder(own.round)}/{name}", data, seal)
+        return self._own
+
+    def mail(self, file: Sealed) -> None:
+        """Write a shard, which may be there."""
+        self.place.create(file.path, file.data)
+
+    def contribute_shards(self, own: Contribution, shard: Sealed) -> Received:
+        """Make a contribution whole, whose shards are there. ``shard``: of this rank."""
+        data = letters.written(letters.CONTRIBUTION, own.fields(), 0, self.secret)
+        received = self.contribute(own, data)
+        return received._replace(body=letters.body_of(shard.data))
+
+    def shards_there(self, own: Contribution) -> bool:
+        """Whether the shards of all ranks of a contribution are there."""
+        names = {own.shard_name(rank) for rank in range(len(own.shards))}
+        return names <= set(self.place.names(_folder(own.round)))
+
+    def shard_paths(self, number: int) -> dict[str, list[str]]:
+        """Files of shards in a round by island, also of contributions that do not count."""
+        found: dict[str, list[str]] = {}
+        for name in self.place.names(_folder(number)):
+            if match := _SHARD.fullmatch(name):
+                found.setdefault(match[1], []).append(f"{_folder(number)}/{name}")
+        return found
+
+    def _shard_fields(self, own: Contribution) -> dict[str, Any]:
+        fields = {"run": self.run, "island": own.island, "round": own.round, "part": own.part}
+        return {**fields, "shard": self.shard}
+
+    def _shard_of(self, found: Contribution) -> memoryview | None:
+        """The body of this rank's shard of a contribution; None: as :meth:`contribution`."""
+        path = f"{_folder(found.round)}/{found.shard_name(self.shard)}"
+        seal = found.shards[self.shard]
+        if self._own is not None and (self._own.path, self._own.seal) == (path, seal):
+            return letters.body_of(self._own.data)
+        if self._is_refused(path):
+            return None
+        try:
+            letter = self._read(path, letters.SHARD, self._bodies[found.part])
+            if letter is None:
+                return None
+            size = len(letter.body)
+            if letter.seal != seal or letter.fields != self._shard_fields(found):
+                raise Damaged(path, "it is not the shard that its contribution names")
+            if size != self._bodies[found.part]:
+                raise Damaged(path, f"it has {size} bytes, and not {self._bodies[found.part]}")
+        except Damaged as error:
+            self._refuse(path, error)
+            return None
+        return letter.body
+
+    # Manifests.
 
     def manifest(self, number: int) -> Manifest | int:
         """The manifest of a round, or the number of the first one that nobody has written yet."""
@@ -213,13 +307,31 @@ class Box:
         table, size = letters.table_of(tensors)
         fields = {"run": self.run, "counters": dict(counters), "table": len(table)}
         fields["counted"] = list(counted.items())
-        name = _anchor(counters["rounds"])
         data = letters.written(letters.ANCHOR, fields, len(table) + size, self.secret)
-        body = letters.body_of(data)
-        body[: len(table)] = table
-        letters.pack(tensors, body[len(table) :])
+        _fill(data, table, tensors)
         letters.sealed(data, self.secret)
-        return self.place.create(name, data)
+        return self.place.create(_anchor(counters["rounds"]), data)
+
+    def sealed_anchor_shard(self, number: int, tensors: Mapping[str, torch.Tensor]) -> Sealed:
+        """This rank's shard of the anchor after so many rounds."""
+        table, size = letters.table_of(tensors)
+        fields = {"run": self.run, "round": number, "shard": self.shard, "table": len(table)}
+        data = letters.written(letters.ANCHOR_SHARD, fields, len(table) + size, self.secret)
+        _fill(data, table, tensors)
+        seal = letters.sealed(data, self.secret)
+        return Sealed(f"{_shards(number)}/{_anchor_shard(self.shard, seal)}", data, seal)
+
+    def anchor_shards_there(self, number: int, seals: Sequence[str]) -> bool:
+        names = {_anchor_shard(rank, seal) for rank, seal in enumerate(seals)}
+        return names <= set(self.place.names(_shards(number)))
+
+    def put_anchor_of_shards(
+        self, counters: Mapping[str, int], counted: Mapping[str, int], seals: Sequence[str]
+    ) -> bool:
+        """Make an anchor whole, whose shards are there; False: there is one."""
+        fields = {"run": self.run, "counters": dict(counters), "table": 0}
+        fields |= {"counted": list(counted.items()), "shards": list(seals)}
+        return self._write(_anchor(counters["rounds"]), letters.ANCHOR, fields)
 
     def anchor(
         self,
@@ -250,6 +362,12 @@ class Box:
             ):
                 raise Damaged(name, "it is of another run or round")
             counted = letters.last_rounds(name, letter.fields.get("counted"))
+            if self.shards > 1:
+                seals = letters.seals_of(name, letter.fields.get("shards"))
+                shard = self._anchor_shard(number, seals, most)
+                if shard is None:
+                    return None
+                letter = shard
             tensors = letters.unpacked(name, letter.fields.get("table"), letter.body)
             with refusing(Path(name)):
                 return counters, counted, made(tensors)
@@ -257,12 +375,29 @@ class Box:
             self._refuse(name, error)
             return None
 
+    def _anchor_shard(self, number: int, seals: Sequence[str], most: int) -> Letter | None:
+        if len(seals) != self.shards:
+            raise Damaged(_anchor(number), f"it has {len(seals)} shards, and not {self.shards}")
+        path = f"{_shards(number)}/{_anchor_shard(self.shard, seals[self.shard])}"
+        letter = self._read(path, letters.ANCHOR_SHARD, most)
+        if letter is not None and (
+            letter.seal != seals[self.shard]
+            or set(letter.fields) != {"run", "round", "shard", "table"}
+            or [letter.fields[key] for key in ("run", "round", "shard")]
+            != [self.run, number, self.shard]
+        ):
+            raise Damaged(path, "it is not the shard that its anchor names")
+        return letter
+
     def forget(self) -> None:
         """Remove all but two anchors, and the rounds before those."""
         anchors = self.anchors()
         if len(anchors) < 2:
             return
         self.place.remove("", [_anchor(number) for number in anchors[:-2]])
+        found = (_SHARDS.fullmatch(name) for name in self.place.names(""))
+        for name in [match[0] for match in found if match and int(match[1]) < anchors[-2]]:
+            self.place.remove(name, self.place.names(name))
         for number in self.rounds():
             if number < anchors[-2]:
                 self.place.remove(_folder(number), self.place.names(_folder(number)))
@@ -311,6 +446,22 @@ def _folder(number: int) -> str:
 
 def _anchor(number: int) -> str:
     return f"anchor-{number:09d}"
+
+
+def _shards(number: int) -> str:
+    """The folder of the shards of an anchor."""
+    return f"shards-{number:09d}"
+
+
+def _anchor_shard(rank: int, seal: str) -> str:
+    return f"shard-{rank}-{seal[:16]}"
+
+
+def _fill(data: bytearray, table: bytes, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write the body of an anchor."""
+    body = letters.body_of(data)
+    body[: len(table)] = table
+    letters.pack(tensors, body[len(table) :])
 
 
 def _short(lines: list[str]) -> str:

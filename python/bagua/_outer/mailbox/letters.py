@@ -2,10 +2,13 @@
 
 Note [Letters]
 A file is a head (magic, version, kind, how it is sealed, lengths), a seal over all the rest, fields
-as JSON, and a body of raw bytes: docs/mailbox.md. A reader knows beforehand how long fields and
+as JSON, and a body of raw bytes: docs/wire-format.md. A reader knows beforehand how long fields and
 body may be, and compares lengths before it allocates. What differs in any way from the format is
 ``Damaged``. With a secret the seal is an HMAC, and run, round and island are fields, so that a file
 of another run, round or island is refused like a forged one.
+
+A contribution or an anchor of an island of shards has no body: its fields have the seals of the
+files that hold the ranks' shards, by rank. It is written when those are there.
 """
 
 from __future__ import annotations
@@ -33,10 +36,12 @@ _DIGEST, _HMAC = 0, 1
 _ALIGNED = 64  # of the body, for tensors in it
 FIXED_BYTES = _HEAD.size + _SEAL_BYTES
 
-RUN, CONTRIBUTION, MANIFEST, ANCHOR, CLAIM = range(1, 6)
+RUN, CONTRIBUTION, MANIFEST, ANCHOR, CLAIM, SHARD, ANCHOR_SHARD = range(1, 8)
 
 #: Islands in a round at most: a table of them has a bound.
 MOST_ISLANDS = 256
+#: Ranks of an island of shards at most: their seals are in the fields of one file.
+MOST_SHARDS = 512
 MOST_ROUNDS = 10**9 - 1
 MOST_FIELDS = 256 * (MOST_ISLANDS + 1)  # bytes of JSON
 _ISLAND = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
@@ -125,6 +130,18 @@ def is_hex(text: Any) -> bool:
     return type(text) is str and _HEX.fullmatch(text) is not None
 
 
+def seals_of(name: str, value: Any) -> tuple[str, ...]:
+    """The seals of shards by rank, of a field."""
+    with refusing(Path(name)):
+        if not (
+            type(value) is list
+            and len(value) <= MOST_SHARDS
+            and all(is_hex(each) and len(each) == 2 * _SEAL_BYTES for each in value)
+        ):
+            raise ValueError("the shards are out of their range")
+        return tuple(value)
+
+
 def _is_weight(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value <= _MOST_WEIGHT
 
@@ -151,7 +168,8 @@ class Counted:
 class Contribution:
     """Fields of a contribution.
 
-    ``anchor``: a digest of what its pseudo-gradients are against.
+    ``anchor``: a digest of what its pseudo-gradients are against. ``shards``: the seals of the
+    ranks' files, where each rank mails its shard.
     """
 
     run: str
@@ -160,11 +178,21 @@ class Contribution:
     part: int
     anchor: str
     weight: float
+    shards: tuple[str, ...] = ()
+
+    def fields(self) -> dict[str, Any]:
+        own = dict(vars(self))
+        return own if self.shards else {key: own[key] for key in own if key != "shards"}
+
+    def shard_name(self, rank: int) -> str:
+        """The name of the file of a rank's shard, in the round's folder."""
+        return f"shard-{rank}-{self.island}-{self.shards[rank][:16]}"
 
     @staticmethod
     def of(name: str, fields: Mapping[str, Any]) -> Contribution:
         with refusing(Path(name)):
-            read = Contribution(**fields)
+            shards = seals_of(name, fields.get("shards", []))
+            read = Contribution(**{**fields, "shards": shards})
             if not (
                 is_hex(read.run)
                 and is_island(read.island)

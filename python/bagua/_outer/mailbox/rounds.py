@@ -48,12 +48,26 @@ from bagua._outer.mailbox.island import Inside
 from bagua._outer.mailbox.letters import Contribution
 from bagua._outer.mailbox.patience import Job, Noticed, Patience
 from bagua._outer.mailbox.places import Place, place_at, shown
-from bagua._outer.mailbox.post import Anchor, Overtaken, PostOffice, Result, digest_before
+from bagua._outer.mailbox.post import (
+    Anchor,
+    AnchorOfShards,
+    Mail,
+    Next,
+    Overtaken,
+    PostOffice,
+    Reader,
+    Result,
+    counters_of,
+    digest_before,
+    tensors_of,
+)
 from bagua._outer.mailbox.store import told
 from bagua._outer.strategies import FixedRanks, RankWeights
 from bagua._sync.engine import describe
 
 if TYPE_CHECKING:
+    import torch
+
     from bagua._outer.loop import Fragment, Schedule
     from bagua.torch_api.bucket import BaguaBucket
 
@@ -95,7 +109,8 @@ class MailboxRanks(FixedRanks):
         self._leaves = False  # after this step, all ranks of the island
         self._last = False  # the last round of one that leaves is under way
         self._entered = False
-        self._post: PostOffice | None = None  # of an island's first rank that has entered
+        #: Of an island that has entered: of its first rank, and of all where they have shards.
+        self._post: Reader | None = None
         self._loop: Callable[[], OuterLoop | None] = lambda: None
         self._job: Job[Result] | None = None  # of the round under way
         self._in_order = False  # sync() is at its rounds
@@ -105,6 +120,9 @@ class MailboxRanks(FixedRanks):
         close_at_exit(self)
 
     # The plan.
+
+    def claim(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._inside.find_shards("Mailbox", named)
 
     def mean(
         self,
@@ -130,22 +148,22 @@ class MailboxRanks(FixedRanks):
         with self._until_told():
             if not self._entered:
                 enters = f"{self._who(loop)}, entering"
-                self._post = self._inside.led(lambda: self._enter(loop), enters)
+                own = [*describe(loop.buckets), *_parts(loop)]
+                plan = [self._plan, *self._inside.plan(enters, own), *own]
+                self._post = self._inside.led(lambda: self._enter(loop, plan), enters)
+                if self._inside.shards > 1:
+                    follows = partial(self._follow, loop)
+                    self._post = self._inside.mailing(lambda: self._post or follows(), enters)
                 self._entered = True
             self._reached = -1
             self._catch_up(loop)
 
-    def _enter(self, loop: OuterLoop) -> PostOffice:
+    def _enter(self, loop: OuterLoop, plan: list[str]) -> PostOffice:
         """Begin or join the run, under this island's name."""
         own = self._mailbox
-        bodies = [0] * len(loop.state.fragments)
-        for bucket in loop.buckets:
-            bodies[bucket.part] += body_bytes(bucket)
-        plan = [self._plan, *describe(loop.buckets)]
-        plan += [f"bucket {bucket.name}: fragment {bucket.part}" for bucket in loop.buckets]
 
         def enter(patience: Patience) -> tuple[Box, Claim]:
-            box = Box(patience.repeat("reaching it", self._place), own.secret, bodies)
+            box = self._box(loop, patience)
             patience.repeat("opening the run", lambda: box.open_run(plan))
             claim = Claim(box.place, box.run, own.secret, own.island)
             claim.take(patience)
@@ -154,6 +172,24 @@ class MailboxRanks(FixedRanks):
         box, claim = self._run(loop, "entering", enter)
         weakref.finalize(self, claim.end)
         return PostOffice(own, box, claim, Lives(box.place, box.run, own.secret, claim.clock))
+
+    def _follow(self, loop: OuterLoop) -> Reader:
+        """Join the run that the first rank of this island has entered."""
+
+        def enter(patience: Patience) -> Box:
+            box = self._box(loop, patience)
+            box.run = patience.repeat("opening the run", box.known_run)
+            return box
+
+        return Reader(self._mailbox, self._run(loop, "entering", enter))
+
+    def _box(self, loop: OuterLoop, patience: Patience) -> Box:
+        bodies = [0] * len(loop.state.fragments)
+        for bucket in loop.buckets:
+            bodies[bucket.part] += body_bytes(bucket)
+        place, inside = patience.repeat("reaching it", self._place), self._inside
+        secret = self._mailbox.secret
+        return Box(place, secret, bodies, 0 if inside.shards == 1 else inside.rank, inside.shards)
 
     def _place(self) -> Place:
         own = self._mailbox
@@ -168,9 +204,15 @@ class MailboxRanks(FixedRanks):
                 "URL to all."
             ) from None
 
-    def _run(self, loop: OuterLoop, what: str, function: Callable[[Patience], Value]) -> Value:
+    def _run(
+        self,
+        loop: OuterLoop,
+        what: str,
+        function: Callable[[Patience], Value],
+        patience: Patience | None = None,
+    ) -> Value:
         """Have a thread do it, and wait for that."""
-        return Job(function, self._patience()).result(f"{self._who(loop)}, {what},")
+        return Job(function, patience or self._patience()).result(f"{self._who(loop)}, {what},")
 
     def _patience(self) -> Patience:
         own = self._mailbox
@@ -220,7 +262,7 @@ class MailboxRanks(FixedRanks):
             self._end(False)
 
     def _end(self, ending: bool) -> None:
-        if self._post is not None:
+        if isinstance(self._post, PostOffice):
             self._post.ending = ending
 
     def attempt(self, rounds: Callable[[], None], *, due: bool) -> None:
@@ -280,15 +322,16 @@ class MailboxRanks(FixedRanks):
         part = number % len(loop.state.fragments)
         what = f"{self._who(loop)}, launching outer round {number + 1}"
         if self._inside.size > 1:
-            digest, told = digest_of(loop.weights()), leaving.noticed() is not None
+            told = leaving.noticed() is not None
+            digest = 0 if self._inside.shards > 1 else digest_of(loop.weights())
             self._leaves = self._inside.check_equal(what, digest, told)
         weight = self._weight(loop, part, what)
         buckets = buckets_of(loop, part)
         own, letter = None, bytearray(sum(map(body_bytes, buckets)))
         body = memoryview(letter)
         if post is not None:
-            run, anchor = post.box.run, digest_before(loop, part)
-            own = Contribution(run, self._mailbox.island, number, part, anchor, weight)
+            anchor = self._inside.digest(what, digest_before(loop, part))
+            own = Contribution(post.box.run, self._mailbox.island, number, part, anchor, weight)
             letter = post.box.new_contribution(own)
             body = letters.body_of(letter)
         begin = 0
@@ -299,8 +342,24 @@ class MailboxRanks(FixedRanks):
         self._launches += 1
         self._sent = number
         if post is not None and own is not None:
-            exchange = partial(post.exchange, loop, own, letter)
-            self._job = Job(exchange, self._patience())
+            mail = Mail(own, letter)
+            if self._inside.shards > 1:
+                mail = self._of_shards(loop, mail, what)
+            self._job = Job(partial(post.exchange, loop, mail), self._patience())
+
+    def _of_shards(self, loop: OuterLoop, mail: Mail, what: str) -> Mail:
+        """What this rank mails of a contribution of shards: Note [Shards of an island]."""
+        post = self._known_post()
+        shard = post.box.sealed_shard(mail.own, mail.letter)
+        own = replace(mail.own, shards=self._inside.seals(what, shard.seal))
+        due = isinstance(post, PostOffice) and post.anchor_is_due(own.round)
+        anchor = self._anchor_of_shards(loop, what) if self._inside.any(what, due) else None
+        return Mail(own, mail.letter, shard, anchor)
+
+    def _anchor_of_shards(self, loop: OuterLoop, what: str) -> AnchorOfShards:
+        box, counters = self._known_post().box, counters_of(loop)
+        shard = box.sealed_anchor_shard(counters["rounds"], tensors_of(loop))
+        return AnchorOfShards(counters, shard, self._inside.seals(what, shard.seal))
 
     def _weight(self, loop: OuterLoop, part: int, what: str) -> float:
         """The weight of this island in a round."""
@@ -313,7 +372,7 @@ class MailboxRanks(FixedRanks):
         loop = self._known_loop()
         number = loop.state.communications
         what = f"{self._who(loop)}, in outer round {number + 1}"
-        result = self._inside.led(lambda: self._received(what), what)
+        result = self._inside.mailing(lambda: self._received(what), what)
         finite, self.counted = self._give(loop, result, what)
         self._end_launch(loop, finite)
         self._reached = number + 1
@@ -351,7 +410,10 @@ class MailboxRanks(FixedRanks):
         while True:
             number = loop.state.communications
             knows = number == self._reached
-            found = self._inside.led(partial(self._look, loop, knows), what)
+            if self._inside.shards > 1:
+                found = self._look_for_shards(loop, knows, what)
+            else:
+                found = self._inside.led(partial(self._look, loop, knows), what)
             step, anchor = isinstance(found, Result), type(found) is tuple
             steps, adopts = self._inside.told(what, int(step), int(anchor))
             if steps:
@@ -377,9 +439,63 @@ class MailboxRanks(FixedRanks):
                 return
 
     def _look(self, loop: OuterLoop, knows: bool) -> Result | Anchor | None:
-        post = self._known_post()
-        search = partial(post.missed, loop, knows)
+        search = partial(self._office().missed, loop, knows)
         return self._run(loop, "looking for rounds", search)
+
+    def _look_for_shards(self, loop: OuterLoop, knows: bool, what: str) -> Result | Anchor | None:
+        """As ``PostOffice.missed``, on all ranks: the first one says what is to be done."""
+        number, patience = loop.state.communications, self._patience()
+        awaited = -1  # an anchor that is not whole
+        while True:
+            look = partial(self._next, loop, knows, awaited, patience)
+            kind, newest = self._inside.told(what, *(self._inside.led(look, what) or (0, 0)))
+            if kind == Next.ADOPT:
+                anchor = self._inside.mailing(partial(self._read_anchor, loop, newest), what)
+                if not self._inside.any(what, anchor is None):
+                    return anchor
+            elif kind == Next.STEP:
+                own = digest_before(loop, number % len(loop.state.fragments))
+                digest = self._inside.digest(what, own)
+                step = partial(self._known_post().step, loop, number, digest)
+                try:
+                    reads = partial(self._run, loop, "looking for rounds", step)
+                    return self._inside.mailing(reads, what)
+                except Overtaken:
+                    knows = False  # there is a newer anchor
+            elif kind == Next.TRAIN or self._begins(loop, what):
+                return None
+            awaited = max(newest, number)
+
+    def _next(
+        self, loop: OuterLoop, knows: bool, awaited: int, patience: Patience
+    ) -> tuple[int, int]:
+        office, number = self._office(), loop.state.communications
+
+        def look(patience: Patience) -> tuple[int, int]:
+            if awaited >= 0:
+                office.wait_for_anchor(awaited, patience)
+            kind, newest = office.next(number, knows, patience)
+            if kind == Next.TRAIN:
+                office.begin(loop, patience)
+            return int(kind), newest
+
+        return self._run(loop, "looking for rounds", look, patience)
+
+    def _read_anchor(self, loop: OuterLoop, number: int) -> Anchor | None:
+        read = partial(self._known_post().anchor, loop, number)
+        return self._run(loop, "reading an anchor", read)
+
+    def _begins(self, loop: OuterLoop, what: str) -> bool:
+        """Mail the first anchor of a run, on all ranks; False: there is another one."""
+        anchor, post = self._anchor_of_shards(loop, what), self._known_post()
+        mails = partial(post.mail, anchor.shard)
+        self._inside.mailing(partial(self._run, loop, "mailing an anchor", mails), what)
+
+        def first() -> bool:
+            begin = partial(self._office().begin_with, anchor)
+            return self._run(loop, "mailing an anchor", begin)
+
+        return bool(self._inside.told(what, int(self._inside.led(first, what) or 0))[0])
 
     def _forget_trained(self, loop: OuterLoop, fragment: Fragment) -> None:
         """The anchor of a fragment has what was trained of it."""
@@ -428,14 +544,20 @@ class MailboxRanks(FixedRanks):
     def _give(self, loop: OuterLoop, result: Result | None, what: str) -> tuple[bool, bool]:
         """Put the mean of a round into the buckets; whether it is finite, and this island in it."""
         buckets = buckets_of(loop, loop.state.communications % len(loop.state.fragments))
-        names, own = "that its first rank names", (0, 0, 0)
+        names, own = "that another rank names", (0, 0, 0)
         if result is not None:
             for bucket, mean in zip(buckets, result.means, strict=True):
                 bucket.backend_tensor.copy_(mean)
             names = ", ".join(result.broken)
             own = int(result.finite), int(result.counted), len(result.broken)
+            names = names or "that another rank names"
         self._inside.broadcast([bucket.backend_tensor for bucket in buckets], what)
         finite, counted, broken = self._inside.told(what, *own)
+        if self._inside.shards > 1:
+            finite = not self._inside.any(what, not own[0])
+            broken = self._inside.any(what, own[2] > 0)
+        if result is not None and self._post is not None and finite:
+            self._post.count(result.islands, loop.state.communications)
         self.broken = f"island(s) {names}" if broken else ""
         return bool(finite), bool(counted)
 
@@ -459,7 +581,7 @@ class MailboxRanks(FixedRanks):
         if self._job is not None:
             self._job.end(self._to_end(of_a_round))
             self._job = None
-        if self._post is not None:
+        if isinstance(self._post, PostOffice):
             self._post.claim.release(self._to_end(of_a_claim))
         self._sigterm.end()
 
@@ -476,6 +598,15 @@ class MailboxRanks(FixedRanks):
         assert loop is not None
         return loop
 
-    def _known_post(self) -> PostOffice:
+    def _known_post(self) -> Reader:
         assert self._post is not None
         return self._post
+
+    def _office(self) -> PostOffice:
+        """Of the first rank."""
+        assert isinstance(self._post, PostOffice)
+        return self._post
+
+
+def _parts(loop: OuterLoop) -> list[str]:
+    return [f"bucket {bucket.name}: fragment {bucket.part}" for bucket in loop.buckets]

@@ -259,14 +259,11 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
                 f"module '{name}': {_OWNER} counts the steps of the "
                 "optimizers given to bagua.wrap: give it the one that trains the module"
             )
-        self._ranks.claim()
+        self._ranks.claim(bagua_ddp.bagua_build_params())
         self._session = weakref.ref(bagua_ddp)
         elastic = self.arguments.elastic
-        if elastic and (elastic.mails or self.process_group.island is None):
-            unless = "with process_group=connect_islands(...)"
-            if elastic.mails:
-                unless = f"Elastic() {unless}"
-            refuse_shards(bagua_ddp, "elastic", unless)
+        if elastic and not elastic.mails and self.process_group.island is None:
+            refuse_shards(bagua_ddp, "elastic", "with process_group=connect_islands(...)")
         self._loop = None
         if not self.warmed_up:
             self.ledger.restore(self.ledger.counters, [])
