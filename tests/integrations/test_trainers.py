@@ -112,7 +112,20 @@ def by_sentence_transformers(algorithm, folder):
     return model, handles
 
 
-TRAINERS = (by_ignite, by_torch_geometric, by_sentence_transformers)
+def by_trl(algorithm, folder):
+    """Adapters of a tiny Llama; SFTTrainer's Accelerator constructs the class."""
+    from integrations import accelerate_state
+    from integrations.test_adapters import adapted, trainer_of_trl
+
+    accelerate_state.forget()
+    model = adapted(r=64)
+    trainer = trainer_of_trl(model, folder, use_cpu=True, max_steps=2, save_strategy="no")
+    with inside(algorithm) as handles:
+        trainer.train()
+    return model, handles
+
+
+TRAINERS = (by_ignite, by_torch_geometric, by_sentence_transformers, by_trl)
 
 
 @training.with_group
