@@ -31,7 +31,7 @@ TEST_JOBS ?= $(shell echo $$(( $(JOBS) < 8 ? $(JOBS) + 2 : 8 )))
 # Python keeps compiled test modules, or each worker and rank would compile them anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv build horovod integrations demo test test-deep lint format cuda-check wheel docs sanitize fuzz soak soak-schedules bench curves clean ci
+.PHONY: help venv build horovod integrations engines demo test test-deep lint format cuda-check wheel docs sanitize fuzz soak soak-schedules bench curves clean ci
 
 help: ## Say what there is (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,13 +65,24 @@ $(VENV)/.integrations: $(VENV)/.requirements requirements-integrations.txt
 	$(PY) -m pip install --progress-bar off --quiet -r requirements-dev.txt -r requirements-integrations.txt
 	touch $@
 
+ENGINES := $(abspath build)/engines
+
+engines: $(ENGINES)/.installed ## Install Ray and Spark into build/engines, beside .venv, for their tests (0.8 GB; Spark needs Java)
+
+# The second environment has the packages of .venv, torch and bagua among them, by a .pth file.
+$(ENGINES)/.installed: $(VENV)/.integrations requirements-engines.txt
+	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(ENGINES)/lib/python3*/site-packages)/venv.pth
+	$(ENGINES)/bin/python -m pip install --progress-bar off --quiet -r requirements-engines.txt && touch $@ || \
+	  echo "PyPI has no Ray or Spark for this Python: their tests are skipped."
+
 demo: build ## Train on handwritten digits with 2 ranks; print the table, write demo.png
 	OMP_NUM_THREADS=1 $(PY) docs/examples/digits_table.py $(ARGS)
 
 test: build ## Run the tests that every change must pass
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-deep: build horovod integrations ## Run the long tests: launchers, other packages, faults, CUDA code on a CPU, fuzzing, the model
+test-deep: build horovod integrations engines ## Run the long tests: launchers, other packages, faults, CUDA code on a CPU, fuzzing, the model
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder \
 	  -o cache_dir=build/deep_cache --cache-clear tests/deep tests/integrations --ignore $(TEST_OF_THE_WHOLE_MACHINE) $(ARGS) || \
 	  OMP_NUM_THREADS=1 $(PY) tools/again_alone tests/deep tests/integrations
@@ -175,7 +186,7 @@ clean: ## Remove what was built; .venv stays
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 # Joined by +: at the same time, since each of them leaves a core idle for a while.
-CI_STAGES := venv build lint+docs cuda-check test horovod integrations test-deep sanitize demo
+CI_STAGES := venv build lint+docs cuda-check test horovod integrations engines test-deep sanitize demo
 
 ci: ## All of it, as the continuous integration does: install, lint, docs, CUDA, Horovod, tests, sanitize, demo
 	@begin=$$SECONDS; \

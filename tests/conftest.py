@@ -32,6 +32,7 @@ LONG = [
     "deep/test_model.py",
     "integrations/test_lightning.py",
     "integrations/test_adapters.py",
+    "integrations/test_engines.py",
     "integrations/test_optimizers.py",
     "deep/integrations/test_integration_examples.py",
     "deep/integrations/test_lightning_processes.py",

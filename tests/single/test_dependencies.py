@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = [
     "requirements-dev.txt",
     "requirements-integrations.txt",
+    "requirements-engines.txt",
     "requirements-mailbox.txt",
     "tools/horovod-requirements.txt",
 ]
