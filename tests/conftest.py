@@ -33,6 +33,7 @@ LONG = [
     "integrations/test_lightning.py",
     "integrations/test_adapters.py",
     "integrations/test_engines.py",
+    "deep/test_launchers.py",
     "integrations/test_optimizers.py",
     "deep/integrations/test_integration_examples.py",
     "deep/integrations/test_lightning_processes.py",
