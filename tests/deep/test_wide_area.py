@@ -176,9 +176,11 @@ def test_far_ranks_that_lose_packets_have_the_bits_of_near_ones():
 #: Note [Round trips] has them. DiLoCo's steps that end in a round.
 ROUND_TRIPS = {
     "gradient_allreduce": 1.5,
+    "gradient_allreduce-samples": 1.5,
     "decentralized-shift-one": 1.5,
     "sparse": 1.5,
     "bytegrad-feedback": 2,
+    "bytegrad-feedback-samples": 2,
     "power_sgd": 2.5,
     "diloco": 2,
 }

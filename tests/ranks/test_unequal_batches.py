@@ -7,9 +7,17 @@ import bagua.fsdp
 import torch
 import torch.distributed as dist
 from bagua import comm_hooks
-from bagua.torch_api.algorithms import GradientAllReduceAlgorithm, SparseAlgorithm
+from bagua.torch_api.algorithms import (
+    Algorithm,
+    GradientAllReduceAlgorithm,
+    QAdamAlgorithm,
+    QAdamOptimizer,
+    SparseAlgorithm,
+)
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from oracle.weighted_mean import weighted_mean
+from ranks.test_fsdp_replicas import hybrid, linear, whole_loss
+from ranks.test_groups_and_nodes import environment_of_nodes
 from support import every_algorithm, sharded, training
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -73,6 +81,18 @@ def fsdp(options, model):
     return Door(model, torch.optim.SGD(model.parameters(), lr=0.1), handle)
 
 
+def of_nodes(name, model):
+    """`name`: of an algorithm, and what it is given for hierarchical."""
+    chosen, way = name
+    if chosen == "qadam":
+        optimizer = QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=2)
+        algorithm = QAdamAlgorithm(optimizer, hierarchical=way)
+    else:
+        optimizer = training.sgd(model)
+        algorithm = Algorithm.init(chosen, **OPTIONS.get(chosen, {}), hierarchical=way)
+    return Door(model.with_bagua([optimizer], algorithm), optimizer, model)
+
+
 def trained(door, samples, says):
     """Weights after some steps: their bits. `says`: the numbers; else the losses have factors."""
     for step in range(STEPS):
@@ -99,8 +119,8 @@ def both(cases, network=training.network):
     return list(zip(found[::2], found[1::2], strict=True))
 
 
-def assert_samples_are_factors(ranks, size, cases, *network):
-    results = ranks(size, both, cases, *network)
+def assert_samples_are_factors(ranks, size, cases, *network, env=None):
+    results = ranks(size, both, cases, *network, env=env)
     for i, case in enumerate(cases):
         for result in results:
             said, multiplied = result[i]
@@ -113,6 +133,21 @@ def test_samples_weigh_gradients_of_every_algorithm_and_door_and_send_nothing(ra
     cases += [(comm_hook, name, THREE[1]) for name in GRADIENTS if name != "qadam"]
     cases += [(ddp_class, "bytegrad", THREE[0]), (plain_sgd, "gradient_allreduce", THREE[2])]
     assert_samples_are_factors(ranks, 3, cases)
+
+
+HIERARCHICAL = [("gradient_allreduce", True), ("gradient_allreduce", "sharded"),
+                ("bytegrad", True), ("bytegrad", "sharded"), ("qadam", True),
+                ("power_sgd", True), ("sparse", True)]  # fmt: skip
+OPTIONS = {
+    "power_sgd": {"rank": 2, "min_compression_rate": 1.0, "warmup_steps": 2},
+    "sparse": {"ratio": 0.1, "warmup_steps": 2},
+}
+
+
+def test_samples_weigh_ranks_of_several_nodes_and_send_nothing(ranks):
+    for sizes, samples in (((2, 1), THREE[0]), ((2, 2), FOUR[0]), ((3, 1), FOUR[1])):
+        cases = [(of_nodes, name, samples) for name in HIERARCHICAL]
+        assert_samples_are_factors(ranks, sum(sizes), cases, env=environment_of_nodes(sizes))
 
 
 FULLY_SHARDED = [{}, {"error_feedback": True}, {"codec": "int4_block"}, {"weights": True}]
@@ -136,16 +171,14 @@ def whole(step, rows):
 
 
 @training.with_group
-def as_one_process():
-    everything = [(make, torch.float32) for make in (wrap, ddp_class, comm_hook)]
-    everything += [(wrap, torch.float64), (wrap, torch.bfloat16)]
+def as_one_process(everything):
     return [exactly_as_one_process(*one) for one in everything]
 
 
-def exactly_as_one_process(make, dtype):
+def exactly_as_one_process(make, dtype, name="gradient_allreduce"):
     rank, model = dist.get_rank(), training.network().to(dtype)
     alone = copy.deepcopy(model)
-    door = make("gradient_allreduce", model)
+    door = make(name, model)
     optimizer = training.sgd(alone, lr=door.optimizer.param_groups[0]["lr"])
     for step in range(STEPS):
         own = tuple(t.to(dtype) for t in training.batch(step, rank, rows=ROWS[rank]))
@@ -161,8 +194,62 @@ def exactly_as_one_process(make, dtype):
 
 
 def test_ranks_with_1_2_and_5_samples_train_as_one_process_with_all(ranks):
-    for results in zip(*ranks(3, as_one_process), strict=True):
+    everything = [(make, torch.float32) for make in (wrap, ddp_class, comm_hook)]
+    everything += [(wrap, torch.float64), (wrap, torch.bfloat16)]
+    for results in zip(*ranks(3, as_one_process, everything), strict=True):
         assert len(set(results)) == 1
+    hierarchical = [(of_nodes, torch.float32, name) for name in HIERARCHICAL[:2]]
+    env = environment_of_nodes((2, 1))
+    for results in zip(*ranks(3, as_one_process, hierarchical, env=env), strict=True):
+        assert len(set(results)) == 1
+
+
+@training.with_group
+def each_algorithm_with_and_without():
+    """By door and algorithm, of numbers 1, 2, 5 and of none: digests and counts of what is sent."""
+    cases = [(wrap, name) for name in GRADIENTS]
+    cases += [(ddp_class, name) for name in GRADIENTS if name != "qadam"]
+    cases += [(comm_hook, name) for name in GRADIENTS if name != "qadam"]
+    found = []
+    for make, name in cases:
+        for says in (True, False):
+            door = make(name, training.network())
+            samples = ROWS if says else (1, 1, 1)
+            found.append((name, trained(door, samples, True), door.counts()))
+    return list(zip(found[::2], found[1::2], strict=True))
+
+
+def test_numbers_1_2_and_5_send_what_none_send_by_every_door_and_algorithm(ranks):
+    for of_ranks in zip(*ranks(3, each_algorithm_with_and_without), strict=True):
+        assert len({said[1] for said, _ in of_ranks}) == 1, of_ranks
+        for said, none in of_ranks:
+            assert said[1] != none[1]
+            assert said[2] == none[2], said[0]
+
+
+@sharded.with_torch_group
+def gradients_of_shards(shape, samples, options):
+    """Gradients of whole numbers, which float16 holds, and their mean by samples."""
+    rank, model = dist.get_rank(), linear()
+    whole_loss(model, 0).backward()
+    of_ranks = [None] * len(samples)
+    dist.all_gather_object(of_ranks, [parameter.grad for parameter in model.parameters()])
+    right = [weighted_mean(list(each), samples) for each in zip(*of_ranks, strict=True)]
+    model = hybrid(shape, linear()) if shape else sharded.sharded(linear())
+    handle = bagua.fsdp.compress(model, "fp16", **options)
+    handle.bagua_samples(samples[rank])
+    whole_loss(model, 0).backward()
+    for parameter, expected in zip(model.parameters(), right, strict=True):
+        found = parameter.grad.full_tensor()
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_of_shards_with_1_2_and_5_samples_are_those_of_one_process(ranks):
+    both_ways = {"reduce_scatter": True}
+    for shape, options in ((None, {}), ((3, 1), {}), ((3, 1), both_ways)):
+        ranks(3, gradients_of_shards, shape, ROWS, options)
+    for options in ({}, both_ways):
+        ranks(4, gradients_of_shards, (2, 2), (1, 2, 5, 8), options)
 
 
 class WithBuffer(nn.Module):

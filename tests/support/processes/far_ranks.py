@@ -2,7 +2,8 @@
 
 Trains in each way, and prints the seconds of its wrap, its name in the second step, and the seconds
 of its steps and its bits at the end. A way is an
-algorithm of `every_algorithm`, whose group has a timeout of so many seconds, or one of `DOORS`.
+algorithm of `every_algorithm`, whose group has a timeout of so many seconds, or one of `DOORS`. Ranks
+of an algorithm with SAMPLES behind its name say how many they have.
 """
 
 import sys
@@ -21,6 +22,7 @@ from support import every_algorithm, training
 from torch import nn
 from torch.nn import functional
 
+SAMPLES = "-samples"
 FEATURES = 120  # of some 60 kB of gradients, which are not one packet
 
 
@@ -36,6 +38,8 @@ def train(way, model, optimizer):
         generator = torch.Generator().manual_seed(100 * step + bagua.get_rank())
         inputs = torch.randn(8, FEATURES, generator=generator)
         optimizer.zero_grad()
+        if way.endswith(SAMPLES):
+            model.bagua_samples(1 + bagua.get_rank())
         loss = functional.mse_loss(model(inputs), torch.randn(8, 8, generator=generator))
         if step == 1:
             print("steps of", way, flush=True)
@@ -49,7 +53,8 @@ def train(way, model, optimizer):
 def algorithm(way):
     group = dist.new_group(timeout=timedelta(seconds=float(sys.argv[1])))
     begun = time.monotonic()
-    wrapped = every_algorithm.wrapped(way, network(), process_group=group)
+    name = way.removesuffix(SAMPLES)
+    wrapped = every_algorithm.wrapped(name, network(), process_group=group)
     print("wrap of", way, time.monotonic() - begun, flush=True)
     return train(way, *wrapped)
 
