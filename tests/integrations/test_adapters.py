@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from bagua import BaguaError, comm_hooks, fsdp
 from bagua.torch_api import wrap
 from bagua.torch_api.algorithms import ByteGradAlgorithm, DiLoCoAlgorithm
+from bagua.torch_api.checkpoint import PerRank
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from support import training
 from torch.distributed.device_mesh import init_device_mesh
@@ -119,7 +121,8 @@ def by_fsdp(model, _):
 
 def by_islands(model, algorithm):
     model.base_model.model.model.layers[0].mlp.codes = None
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("island", "shard"))
+    shape = (2, dist.get_world_size() // 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("island", "shard"))
     model = sharded(model, mesh["shard"])
     optimizer = adamw(model)
     model = wrap(model, [optimizer], algorithm, process_group=mesh["island"])
@@ -167,6 +170,45 @@ def test_only_what_is_trained_travels(ranks, door, options):
         assert first == second
         assert 0.1 * AT_MOST[name] < first[0] <= AT_MOST[name]
         assert first[1]
+
+
+def shards(model):
+    return training.bits(p.to_local() for p in trained(model))
+
+
+@training.with_group
+def islands_of_two(folder):
+    """Digests of a rank's shard: whole, resumed, after sync(); share of bytes; a late adapter."""
+    model, optimizer, counted = by_islands(adapted(r=32), ALGORITHMS["diloco"]())
+    steps(model, optimizer, 0, 3)  # a step after a round
+    states = {"training": PerRank(model), "algorithm": model.bagua_algorithm}
+    dcp.save(states, checkpoint_id=folder)
+    steps(model, optimizer, 3, 2)
+    exact, stats = sum(4 * p.to_local().numel() for p in trained(model)), counted.stats()
+    found = {"whole": shards(model), "share": stats["total"]["bytes_sent"] / exact / 2}
+    found["registered"] = sum(bucket["bytes"] for bucket in stats["buckets"]) == exact
+    model, optimizer, _ = by_islands(adapted(r=32), ALGORITHMS["diloco"]())
+    dcp.load({"training": PerRank(model), "algorithm": model.bagua_algorithm}, checkpoint_id=folder)
+    steps(model, optimizer, 3, 2)
+    found["halves"] = shards(model)
+    model.bagua_algorithm.sync()
+    found["synchronised"] = shards(model)
+    add(model)
+    model.set_adapter("later")
+    found["late"] = training.error_of(lambda: steps(model, adamw(model), 7, 1))
+    return found
+
+
+def test_adapters_sharded_inside_islands_meet_alone_resume_and_name_late_ones(ranks, tmp_path):
+    results = ranks(4, islands_of_two, str(tmp_path))
+    for found in results:
+        assert found["whole"] == found["halves"]
+        assert found["registered"]
+        assert 0.125 < found["share"] < 0.15
+        assert "q_proj.lora_dropout.later' is new since bagua.wrap" in found["late"]
+    for shard in range(2):
+        assert results[shard]["whole"] != results[shard + 2]["whole"]
+        assert results[shard]["synchronised"] == results[shard + 2]["synchronised"]
 
 
 #: Other adapters: the class of their settings, and arguments.

@@ -2,8 +2,8 @@
 
 Trains in each way, and prints the seconds of its wrap, its name in the second step, and the seconds
 of its steps and its bits at the end. A way is an
-algorithm of `every_algorithm`, whose group has a timeout of so many seconds, or one of `DOORS`. Ranks
-of an algorithm with SAMPLES behind its name say how many they have.
+algorithm of `every_algorithm`, whose group has a timeout of so many seconds, or one of `DOORS`.
+Ranks of an algorithm with SAMPLES behind its name say how many they have.
 """
 
 import sys
