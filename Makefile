@@ -67,14 +67,15 @@ $(VENV)/.integrations: $(VENV)/.requirements requirements-integrations.txt
 
 ENGINES := $(abspath build)/engines
 
-engines: $(ENGINES)/.installed ## Install Ray and Spark into build/engines, beside .venv, for their tests (0.8 GB; Spark needs Java)
+engines: $(ENGINES)/.installed ## Install Ray, Spark, fastai, ultralytics into build/engines, beside .venv, for their tests (1 GB; Spark needs Java)
 
 # The second environment has the packages of .venv, torch and bagua among them, by a .pth file.
-$(ENGINES)/.installed: $(VENV)/.integrations requirements-engines.txt
+$(ENGINES)/.installed: $(VENV)/.integrations requirements-engines.txt requirements-trainers.txt
 	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
 	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(ENGINES)/lib/python3*/site-packages)/venv.pth
-	$(ENGINES)/bin/python -m pip install --progress-bar off --quiet -r requirements-engines.txt && touch $@ || \
-	  echo "PyPI has no Ray or Spark for this Python: their tests are skipped."
+	$(ENGINES)/bin/python -m pip install --progress-bar off --quiet -r requirements-engines.txt && \
+	  $(ENGINES)/bin/python -m pip install --progress-bar off --quiet --no-deps -r requirements-trainers.txt && touch $@ || \
+	  echo "PyPI lacks a package of requirements-engines.txt for this Python: tests of those that are missing are skipped."
 
 demo: build ## Train on handwritten digits with 2 ranks; print the table, write demo.png
 	OMP_NUM_THREADS=1 $(PY) docs/examples/digits_table.py $(ARGS)

@@ -1,8 +1,9 @@
-"""Ranks that Ray Train and Spark start: recipes of their page, and the word about a killed one.
+"""Ranks that Ray Train and Spark start, recipes of their page; and trainers with many dependencies.
 
 They run in the environment of `make engines`.
 """
 
+import json
 import os
 import re
 import shutil
@@ -12,9 +13,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from integrations.test_trainers import assert_as_own_with_fewer_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/integrations/ray-spark.md"
+PROGRAM = Path(__file__).with_name("other_trainers.py")
 PYTHON = ROOT / "build/engines/bin/python"
 SECONDS = 150  # Ray needs ten to start
 
@@ -157,3 +160,17 @@ def test_spark_trains_as_torchrun_and_names_a_killed_rank(tmp_path, by_torchrun,
     assert "rank      : 1 (local_rank:" in output
     assert "(SIGKILL)" in output
     assert SPARK[local_mode] in output
+
+
+@needs("fastai")
+@needs("ultralytics")
+@pytest.mark.parametrize("trainer", ["by_fastai", "by_ultralytics", "by_ultralytics_inside"])
+@pytest.mark.timeout(400)
+def test_fastai_and_ultralytics_train_as_by_their_own_wrapper(tmp_path, trainer):
+    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node=2")
+    arguments = f"import sys, runpy\nsys.argv = {[str(PROGRAM), trainer, str(tmp_path)]}\n"
+    text = f"{arguments}runpy.run_path({str(PROGRAM)!r}, run_name='__main__')\n"
+    code, output = run(PYTHON, tmp_path, text, *torchrun, YOLO_CONFIG_DIR=str(tmp_path))
+    assert code == 0, output
+    results = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    assert_as_own_with_fewer_bytes(*results, trainer)

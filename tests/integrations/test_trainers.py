@@ -144,11 +144,16 @@ def trained(trainer, folder):
     return found
 
 
+def assert_as_own_with_fewer_bytes(first, second, name):
+    """Of two ranks what `trained` returns."""
+    assert first == second, name
+    (own, none), (exact, (whole,)), (compressed, (less,)) = first.values()
+    assert exact == own != compressed, name
+    assert none == []
+    assert 0 < less <= 0.26 * whole, name
+
+
 def test_everywhere_reaches_the_wrapper_that_a_trainer_makes(ranks, tmp_path):
     for trainer in TRAINERS:
-        first, second = ranks(2, trained, trainer, str(tmp_path / trainer.__name__))
-        assert first == second, trainer.__name__
-        (own, none), (exact, (whole,)), (compressed, (less,)) = first.values()
-        assert exact == own != compressed, trainer.__name__
-        assert none == []
-        assert 0 < less <= 0.26 * whole, trainer.__name__
+        results = ranks(2, trained, trainer, str(tmp_path / trainer.__name__))
+        assert_as_own_with_fewer_bytes(*results, trainer.__name__)

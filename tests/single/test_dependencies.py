@@ -10,6 +10,7 @@ FILES = [
     "requirements-dev.txt",
     "requirements-integrations.txt",
     "requirements-engines.txt",
+    "requirements-trainers.txt",
     "requirements-mailbox.txt",
     "tools/horovod-requirements.txt",
 ]
