@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, SupportsFloat
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,9 @@ from bagua._watch.publisher import publish
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, name_of
 from bagua.torch_api.bucket import BaguaBucket, split_by_bucket_size
 from bagua.torch_api.guard import Guard, GuardAtWork
+
+if TYPE_CHECKING:
+    from bagua.torch_api.data_parallel._join import RanksWithInputs
 
 _log = logging.getLogger("bagua")
 
@@ -85,10 +88,8 @@ class Session:
         self.static_graph = static_graph
         self.require_backward_grad_sync = True  # set through BaguaModule
         self.scales_gradients = grad_scaler is not None and grad_scaler.is_enabled()
-        # Rounds are those of join(): they open at the forward in eval() too, once per round.
-        self.joining = False
-        self.buffers_source = 0  # the rank whose buffers all get: one that still has inputs
-        self.result_scale = 1.0  # for communicated gradients of ranks of which some have no inputs
+        # Inside join(), where rounds open at the forward in eval() too, once per round.
+        self.joining: RanksWithInputs | None = None
         # The next forward gets the first rank's buffers: it is the first, or the one before
         # communicated.
         self.buffers_due = True
@@ -423,7 +424,8 @@ class Session:
         self.samples.forward_begins(with_gradients)
         syncs = with_gradients and self.require_backward_grad_sync
         communicates = syncs and self._snapshot.trains(module)
-        now = module.training or self.joining or self.bagua_algorithm.traits.opens_at_forward
+        inside = self.joining is not None
+        now = module.training or inside or self.bagua_algorithm.traits.opens_at_forward
         if self._ended:
             return self._refuse_to_train_alone() if communicates else None
         if with_gradients and now:
@@ -440,7 +442,7 @@ class Session:
         if with_gradients:
             self._running.begin_forward(communicates)
             self._take_steps_in_backward()
-        opens = communicates and now and not (self.joining and self.synchronising)
+        opens = communicates and now and not (inside and self.synchronising)
         self._open_round(syncs=syncs, opens=opens)
         if opens:
             self.bagua_algorithm.init_forward_pre_hook(self)(inputs)
@@ -459,7 +461,7 @@ class Session:
     def _open_round(self, *, syncs: bool, opens: bool) -> None:
         """``syncs``: the forward's backward would communicate; ``opens``: in a round from here."""
         first = opens and self._begin_round()
-        due = opens if self.joining else self.buffers_due
+        due = self.buffers_due if self.joining is None else opens
         self.buffers_due = syncs
         gives = due and self._running.makes_rounds
         if gives:
@@ -471,7 +473,8 @@ class Session:
         scale = 1.0
         if self._grad_scaler is not None and self.bagua_algorithm.traits.reads_grad_scale:
             scale = self._grad_scaler.get_scale()
-        return self._running.step_begins(scale, self.result_scale, self.samples.take())
+        result_scale = 1.0 if self.joining is None else self.joining.result_scale
+        return self._running.step_begins(scale, result_scale, self.samples.take())
 
     def _give_buffers(self) -> None:
         """Give every rank the buffers of one, as a part of the open round or the next."""
@@ -481,7 +484,8 @@ class Session:
         by_samples = self.samples.ever
         with self.traffic.counted("buffers"), self._running.part_of_the_round(by_samples):
             connections = self.process_group.connections
-            broadcast_tensors(buffers, connections, self.buffers_source)
+            source = 0 if self.joining is None else self.joining.buffers_source
+            broadcast_tensors(buffers, connections, source)
 
     def _compare(self) -> None:
         if self.guard is not None:
@@ -495,9 +499,9 @@ class Session:
 
     def open_round_in_backward(self) -> None:
         """Open the round of a backward whose forward was in ``eval()`` or has had a backward."""
-        if self.joining or self.bagua_algorithm.traits.opens_at_forward:
+        if self.joining is not None or self.bagua_algorithm.traits.opens_at_forward:
             where = "Inside join()"
-            if not self.joining:
+            if self.joining is None:
                 where = f"With {type(self.bagua_algorithm).__name__}"
             raise BaguaError(
                 f"module '{self.bagua_module_name}': a second backward through one forward, or "
@@ -590,11 +594,12 @@ class Session:
         syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
         return syncs and not self.synchronising and self._snapshot.trains(self.module)
 
-    def shadow_round(self) -> None:
+    def shadow_round(self, others: RanksWithInputs) -> None:
         """Answer a round of the ranks that still have inputs, with zero gradients."""
+        self.joining = others
         if not self._running.makes_rounds:
             return
-        self._running.begin_without_inputs(self.result_scale)
+        self._running.begin_without_inputs(others.result_scale)
         self._give_buffers()
         self._compare()
         self._running.answer_with_zeros()

@@ -357,7 +357,8 @@ class AutoAlgorithmImpl(AlgorithmImpl):
     # Buckets.
 
     def need_reset(self) -> bool:
-        joining = self._ddp is not None and (ddp := self._ddp()) is not None and ddp.joining
+        ddp = None if self._ddp is None else self._ddp()
+        joining = ddp is not None and ddp.joining is not None
         other = self._built is not self.selection.at_work
         # Inside join() ranks without inputs have no forward in which they would rebuild.
         return (other and not joining) or self.inner.need_reset()
@@ -435,7 +436,7 @@ class AutoAlgorithmImpl(AlgorithmImpl):
     def _step_ended(self, bagua_ddp: Session) -> None:
         selection, guard = self.selection, bagua_ddp.guard
         # Inside join() ranks without inputs are in no step: ranks would count differently.
-        if bagua_ddp.joining or self._built is not selection.at_work:
+        if bagua_ddp.joining is not None or self._built is not selection.at_work:
             return
         if not selection.chosen:
             _wait_for(bagua_ddp.bagua_buckets)

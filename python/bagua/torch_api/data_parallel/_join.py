@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,19 @@ if TYPE_CHECKING:
 # was after their last step.
 
 
+@dataclass(frozen=True)
+class RanksWithInputs:
+    """Those of a round inside ``join()``, as ``Session.joining``, which is None outside.
+
+    Attributes:
+        buffers_source: the rank whose buffers all get.
+        result_scale: for communicated gradients.
+    """
+
+    buffers_source: int = 0
+    result_scale: float = 1.0
+
+
 class Shadow(JoinHook):
     """Steps of one rank once it has no inputs left."""
 
@@ -43,8 +57,7 @@ class Shadow(JoinHook):
         ddp = self._ddp
         check_algorithm(ddp.bagua_ddp)
         self._keep_gradients()
-        meet(ddp, has_inputs=False)
-        ddp.bagua_ddp.shadow_round()
+        ddp.bagua_ddp.shadow_round(meet(ddp, has_inputs=False))
         self._hand_out_gradients()
 
     def _keep_gradients(self) -> None:
@@ -74,8 +87,7 @@ class Shadow(JoinHook):
         ddp = self._ddp
         source = max(_who(ddp, is_last_joiner))
         inner = ddp.bagua_ddp
-        inner.buffers_source, inner.result_scale = 0, 1.0
-        inner.joining = False
+        inner.joining = None
         inner.give_state(source, buffers=inner.broadcast_buffers)
         for parameter, gradient in self._own_gradients or ():
             parameter.grad = gradient
@@ -106,27 +118,28 @@ def check_algorithm(ddp: Session) -> None:
         )
 
 
-def meet(ddp: DistributedDataParallel, has_inputs: bool) -> None:
+def meet(ddp: DistributedDataParallel, has_inputs: bool) -> RanksWithInputs:
     """Find out who takes part in the next round: step 2 of Note [Uneven inputs]."""
     active = _who(ddp, has_inputs)
     inner = ddp.bagua_ddp
     means = getattr(inner.bagua_algorithm, "average", True)  # a sum is divided by nothing
     keep = ddp.divide_by_initial_world_size or not means
     scale = 1.0 if keep else inner.process_group.size / len(active)
-    inner.buffers_source, inner.result_scale = max(active), scale
+    return RanksWithInputs(max(active), scale)
 
 
 @outside_graphs_lazily
 def announce(ddp: DistributedDataParallel) -> None:
     """Steps 1 and 2 of Note [Uneven inputs], before each forward on a rank that has inputs."""
-    ddp.bagua_ddp.joining = True
-    if not ddp.bagua_ddp.opens_round():
+    inner = ddp.bagua_ddp
+    inner.joining = inner.joining or RanksWithInputs()
+    if not inner.opens_round():
         return
-    check_algorithm(ddp.bagua_ddp)
+    check_algorithm(inner)
     work = Join.notify_join_context(ddp)
     if work is not None:
         work.wait()
-    meet(ddp, has_inputs=True)
+    inner.joining = meet(ddp, has_inputs=True)
 
 
 def _who(ddp: DistributedDataParallel, this_one: bool) -> list[int]:
