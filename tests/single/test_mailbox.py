@@ -282,9 +282,14 @@ def test_an_anchor_of_shards_is_whole_with_all_and_goes_with_them(tmp_path, monk
     names = sorted(os.listdir(tmp_path))
     assert [n for n in names if n.startswith("shards-")] == ["shards-000000002", "shards-000000004"]
     place = tmp_path / shards[1].path
-    for data in (shards[0].data, bytes(shards[1].data)[:-1]):
+    unnamed = boxes[1].sealed_anchor_shard(4, {"a": torch.full((2, 3), 9.0)}).data
+    for words, data in (
+        ("it is not the shard", shards[0].data),
+        ("it is not the shard", unnamed),
+        ("truncated", bytes(shards[1].data)[:-1]),
+    ):
         place.write_bytes(data)
-        with pytest.warns(RuntimeWarning, match="anchor-000000004 is refused"):
+        with pytest.warns(RuntimeWarning, match=f"anchor-000000004 is refused: .*{words}"):
             assert read(1) is None
         assert read(0) is not None
     place.unlink()
