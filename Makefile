@@ -31,7 +31,7 @@ TEST_JOBS ?= $(shell echo $$(( $(JOBS) < 8 ? $(JOBS) + 2 : 8 )))
 # Python keeps compiled test modules, or each worker and rank would compile them anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv build horovod integrations engines demo test test-deep lint format cuda-check wheel docs sanitize fuzz soak soak-schedules bench curves clean ci
+.PHONY: help venv build horovod integrations mailbox engines demo test test-deep lint format cuda-check wheel docs sanitize fuzz soak soak-mailbox soak-schedules bench curves clean ci
 
 help: ## Say what there is (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,6 +65,12 @@ $(VENV)/.integrations: $(VENV)/.requirements requirements-integrations.txt
 	$(PY) -m pip install --progress-bar off --quiet -r requirements-dev.txt -r requirements-integrations.txt
 	touch $@
 
+mailbox: $(VENV)/.mailbox ## Install an S3 server and the clients of S3 and SFTP into .venv, for their tests
+
+$(VENV)/.mailbox: $(VENV)/.requirements requirements-mailbox.txt
+	$(PY) -m pip install --progress-bar off --quiet -r requirements-dev.txt -r requirements-mailbox.txt
+	touch $@
+
 ENGINES := $(abspath build)/engines
 
 engines: $(ENGINES)/.installed ## Install Ray, Spark, fastai, ultralytics into build/engines, beside .venv, for their tests (1 GB; Spark needs Java)
@@ -83,7 +89,7 @@ demo: build ## Train on handwritten digits with 2 ranks; print the table, write 
 test: build ## Run the tests that every change must pass
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-deep: build horovod integrations engines ## Run the long tests: launchers, other packages, faults, CUDA code on a CPU, fuzzing, the model
+test-deep: build horovod integrations mailbox engines ## Run the long tests: launchers, other packages, faults, CUDA code on a CPU, fuzzing, the model
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder \
 	  -o cache_dir=build/deep_cache --cache-clear tests/deep tests/integrations --ignore $(TEST_OF_THE_WHOLE_MACHINE) $(ARGS) || \
 	  OMP_NUM_THREADS=1 $(PY) tools/again_alone tests/deep tests/integrations
@@ -159,10 +165,10 @@ $(DOCS)/.requirements: requirements-docs.txt
 	$(DOCS)/bin/python -m pip install --progress-bar off --quiet -r requirements-docs.txt
 	touch $@
 
-soak: build horovod ## What counts on luck or time: 1100 faults, 100,000 steps, 50 ends and slow starts, 20 restarts, 2000 killed writers
+soak: build horovod ## What counts on luck or time: 2300 faults, 100,000 steps, 50 ends and slow starts, 20 restarts, 2000 killed writers
 	OMP_NUM_THREADS=1 $(PY) benchmarks/soak.py
 	OMP_NUM_THREADS=1 $(PY) benchmarks/soak_weeks.py
-	OMP_NUM_THREADS=1 $(PY) tests/faults/mailbox_job.py --faults 500
+	$(MAKE) soak-mailbox ARGS=
 	BAGUA_TEST_EXITS=50 BAGUA_TEST_STARTS=50 OMP_NUM_THREADS=1 \
 	  $(PY) -m pytest tests/ranks/test_exit.py tests/deep/test_horovod_launchers.py \
 	  tests/deep/test_compressed_starts.py -k every $(ARGS)
@@ -170,6 +176,10 @@ soak: build horovod ## What counts on luck or time: 1100 faults, 100,000 steps, 
 	  $(PY) -m pytest tests/deep/test_restarts.py tests/deep/test_killed_writers.py -k moment $(ARGS)
 	BAGUA_TEST_DOUBLE_KILLS=50 OMP_NUM_THREADS=1 $(PY) -m pytest tests/deep/test_elastic_jobs.py $(ARGS)
 	$(MAKE) soak-schedules ARGS=
+
+soak-mailbox: build mailbox ## 1,000 kills and 200 notices of islands in a folder, then 500 faults in an S3 server (ARGS="--seed S")
+	OMP_NUM_THREADS=1 $(PY) tests/faults/mailbox_job.py --kills 1000 --notices 200 $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) tests/faults/mailbox_job.py --faults 500 --s3 $(ARGS)
 
 soak-schedules: venv ## 10 000 random schedules under ThreadSanitizer (ARGS="--seed S")
 	cmake -S . -B build/tsan -G Ninja -DBAGUA_SANITIZE=thread -DPython_EXECUTABLE=$(PY)
@@ -187,7 +197,7 @@ clean: ## Remove what was built; .venv stays
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 # Joined by +: at the same time, since each of them leaves a core idle for a while.
-CI_STAGES := venv build lint+docs cuda-check test horovod integrations engines test-deep sanitize demo
+CI_STAGES := venv build lint+docs cuda-check test horovod integrations mailbox engines test-deep sanitize demo
 
 ci: ## All of it, as the continuous integration does: install, lint, docs, CUDA, Horovod, tests, sanitize, demo
 	@begin=$$SECONDS; \

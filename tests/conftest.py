@@ -23,6 +23,7 @@ LONG = [
     "deep/test_doctor.py",
     "deep/test_elastic_jobs.py",
     "deep/test_random_faults.py",
+    "deep/test_mailbox_s3.py",
     "deep/test_fsdp_example.py",
     "deep/test_mutations.py",
     "deep/test_compiled_ways.py",
