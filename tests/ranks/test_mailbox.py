@@ -11,6 +11,7 @@ import shutil
 import signal
 import threading
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import bagua.torch_api as bagua
@@ -329,6 +330,78 @@ def test_what_a_checkpoint_has_and_a_round_after_it_counted_counts_once(ranks, t
         for own, found in zip(before, after, strict=True):
             assert own.any()
             torch.testing.assert_close(found, own * (1 - counts), rtol=0, atol=1e-6)
+
+
+@training.with_group
+def loads_with_a_round_in_flight(folder, counts):
+    """Changes of an island beyond the anchors, and the steps that will count, after a load.
+
+    It saved a step behind the launch of a round, in which it `counts`, or came late to.
+    """
+    hasty(silence=0.5)
+    own = {"overlap_steps": 2, "interval": 4, "mailbox": {"keep": 16}}
+    model, optimizer = island(folder, "oslo", **own)
+    other = island(folder, "paris", **own)
+    first = weights(model)
+    post = model.bagua_algorithm._ranks._post
+    others = threading.Thread()
+    if not counts:
+        others = cut_off_after_mailing(post.box, False, partial(train, *other, range(7)))
+    train(model, optimizer, range(4))
+    launched = weights(model)
+    train(model, optimizer, range(4, 5))
+    saved = copy.deepcopy((model.state_dict(), model.bagua_algorithm.state_dict()))
+    assert saved[1]["in_flight"] == 1
+    if not counts:
+        others.join()
+    expected = differences(weights(model), launched if counts else first)
+    killed(model)
+    del model, optimizer, other
+    begin_again()
+    model, _ = island(folder, "oslo", **own)
+    model.bagua_algorithm._ranks.counted = not counts  # of another round
+    for part, state in zip((model, model.bagua_algorithm), saved, strict=True):
+        part.load_state_dict(state)
+    training.squared_error(model, training.batch(0, 0))  # the next step begins
+    ((steps, _),) = model.bagua_algorithm.state_dict()["rank0/trained_steps"].tolist()
+    return differences(weights(model), anchors(model)), expected, steps
+
+
+def test_a_contribution_to_a_round_in_flight_counts_once_after_a_load(ranks, tmp_path):
+    for counts in (True, False):
+        folder = str(tmp_path / str(counts))
+        ((found, expected, steps),) = ranks(1, loads_with_a_round_in_flight, folder, counts)
+        assert steps == (1.0 if counts else 5.0)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+@training.with_group
+def loads_what_lies_in_a_round(folder):
+    """As above: the island was killed when it had mailed what it saved, to a round that is open."""
+    hasty(silence=0.5)
+    own = {"overlap_steps": 1, "mailbox": {"quorum": 2}}
+    model, optimizer = island(folder, "oslo", **own)
+    train(model, optimizer, range(1))
+    saved = copy.deepcopy((model.state_dict(), model.bagua_algorithm.state_dict()))
+    train(model, optimizer, range(1, 2))
+    while not list(Path(folder).glob("round-000000000/from-oslo-*")):
+        threading.Event().wait(0.01)
+    killed(model)
+    model.bagua_algorithm._ranks._stop.set()  # its thread waits for another island
+    del model, optimizer
+    begin_again()
+    model, _ = island(folder, "oslo", **own)
+    for part, state in zip((model, model.bagua_algorithm), saved, strict=True):
+        part.load_state_dict(state)
+    training.squared_error(model, training.batch(0, 0))
+    steps = model.bagua_algorithm.state_dict()["rank0/trained_steps"].tolist()
+    return differences(weights(model), anchors(model)), steps
+
+
+def test_what_a_killed_island_has_mailed_to_an_open_round_is_not_mailed_again(ranks, tmp_path):
+    ((found, steps),) = ranks(1, loads_what_lies_in_a_round, str(tmp_path))
+    assert steps == [[0.0, 0.0]]
+    assert not any(each.any() for each in found)
 
 
 def files_of(folder):

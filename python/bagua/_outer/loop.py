@@ -154,16 +154,15 @@ class OuterLoop(Synchronizer):
         pending = self.state.pending
         if pending is not None and not pending.received:
             self._ranks.receive(self.engine)
-            pending.received = True
-            if self._ranks.counted:
+            pending.received, pending.counted = True, self._ranks.counted
+            if pending.counted:
                 self.commit(pending.fragment.part)
 
     def use(self, *, late: bool) -> None:
         """4. Step with the mean of the round under way. ``late``: steps were made meanwhile."""
         self._receive()
         # Nothing has changed so far: what fails before leaves weights and anchors unchanged.
-        counted = self._ranks.counted
-        fragment = self.state.end_round(counted)
+        fragment, counted = self.state.end_round()
         norm = math.sqrt(fragment.squared_norm(self._means))
         if math.isfinite(norm):
             before = [] if counted else copied(fragment.anchors)
@@ -384,9 +383,10 @@ class OuterLoop(Synchronizer):
         resumption = self.state.resumption
         return digest_of(self._local.weights()) if resumption is None else resumption.digest
 
-    def resume_at(self, counters: Mapping[str, int], digest: int | None) -> None:
+    def resume_at(self, counters: Mapping[str, int], digest: int | None, counted: bool) -> None:
         """All tensors have been loaded, from a state with those ``counters``.
 
+        ``counted``: a round that was under way has this rank's part.
         Ranks whose weights have the ``digest`` go on from there; others take the anchor's. Should
         there be one, all do, in the next training forward, and a result under way is used at once.
         """
@@ -394,7 +394,7 @@ class OuterLoop(Synchronizer):
         part = counters["in_flight"] - 1
         if part >= 0:
             fragment = self.state.fragments[part]
-            self.state.pending = PendingRound(fragment, counters["due"], received=True)
+            self.state.pending = PendingRound(fragment, counters["due"], True, counted)
         if digest is None or digest_of(self._local.weights()) != digest:
             self.take_anchors()
         self.state.resumption = Resumption(digest)
@@ -596,11 +596,15 @@ class Fragment:
 
 @dataclass
 class PendingRound:
-    """A round under way; ``due``: the steps that remain until its result is used."""
+    """A round under way; ``due``: the steps that remain until its result is used.
+
+    ``counted``: this rank's part is in the result that was received.
+    """
 
     fragment: Fragment
     due: int
     received: bool = False
+    counted: bool = True
 
 
 @dataclass(frozen=True)
@@ -664,19 +668,18 @@ class OuterState:
         self.pending.due -= 1
         return self.pending.due == 0
 
-    def end_round(self, counted: bool) -> Fragment:
-        """All ranks have the result of the round under way: its fragment.
-
-        ``counted``: this rank's part is in it.
+    def end_round(self) -> tuple[Fragment, bool]:
+        """All ranks have the result of the round under way: its fragment, and whether this rank's
+        part is in it.
         """
         assert self.pending is not None
-        fragment, self.pending = self.pending.fragment, None
+        fragment, counted, self.pending = self.pending.fragment, self.pending.counted, None
         self.communications += 1
         if counted:
             self.rank_weights.settle(fragment.part)
         else:
             self.trained.add(fragment.part)
-        return fragment
+        return fragment, counted
 
     def count_step(
         self, norm: float, fragment: Fragment, figures: Mapping[str, float | None]

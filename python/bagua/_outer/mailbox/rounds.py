@@ -394,12 +394,25 @@ class MailboxRanks(FixedRanks):
     def resume(self, loop: OuterLoop) -> None:
         """Make the steps that a checkpoint lacks, before anything is trained.
 
-        Weights that contributions of this island to them had must not count again.
+        Weights that contributions of this island to them had must not count again. Neither must
+        those of one that lies in a round which nobody has decided yet.
         """
         self._sent = -1
         loop.end_together()
         with self._until_told():
             self._catch_up(loop, loaded=True)
+            what = f"{self._who(loop)}, looking for its contributions"
+            (mailed,) = self._inside.told(what, int(bool(self._inside.led(self._has_mailed, what))))
+            if mailed:
+                part = loop.state.communications % len(loop.state.fragments)
+                self._forget_trained(loop, loop.state.fragments[part])
+
+    def _has_mailed(self) -> bool:
+        """Whether an earlier process of this island has mailed a part of the next round."""
+        loop, what = self._known_loop(), "looking for its contributions"
+        look = partial(self._office().box.contributions, loop.state.communications)
+        found = self._run(loop, what, lambda patience: patience.repeat(what, look))
+        return self._mailbox.island in found
 
     def _catch_up(self, loop: OuterLoop, *, loaded: bool = False) -> None:
         """Make the steps of rounds that were decided without this island.
@@ -426,7 +439,7 @@ class MailboxRanks(FixedRanks):
                     self._end_launch(loop, finite)
                 if self.counted:
                     loop.commit(fragment.part)
-                loop.state.pending = PendingRound(fragment, 0, True)
+                loop.state.pending = PendingRound(fragment, 0, True, self.counted)
                 loop.use(late=loop.overlaps)
                 if not launched:  # nothing was trained for that round
                     loop.state.trained = trained

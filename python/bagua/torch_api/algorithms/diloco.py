@@ -474,7 +474,8 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
             ``OuterSGD`` its ``momentum`` and ``rate``, the factor of that in the last step (one
             f64). ``rank<r>/weights`` is a digest by which this rank's weights are known again. With
             ``overlap_steps`` also ``mean/<name>``, the result that may be in flight, and
-            ``rank<r>/launched/<name>``. With error feedback ``error_ranks``, those with residuals,
+            ``rank<r>/launched/<name>``; of a mailbox ``rank<r>/counted``, whether this island's
+            part is in that result. With error feedback ``error_ranks``, those with residuals,
             ``rank<r>/error/<name>``, and ``rank<r>/server/<first element>/<name>``. Of a parameter
             that is a DTensor they are DTensors, for ``torch.distributed.checkpoint``; ``shards`` is
             the shape of the mesh, and ``rank<r>/`` is under ``shard<place in the mesh>/``.
@@ -488,6 +489,9 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         state |= {self._own(key): value.clone() for key, value in own.items()}
         if (digest := loop.digest()) is not None:
             state[self._own("weights")] = digest
+        if loop.overlaps and self.arguments.elastic is not None and self.arguments.elastic.mails:
+            pending = loop.state.pending
+            state[self._own("counted")] = int(pending is None or pending.counted)
         if self.ledger.pages:
             residuals = self.ledger.state()
             state |= {_ERROR_RANKS: residuals.pop("ranks"), **residuals}
@@ -555,7 +559,8 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         self._restore_residuals(state, outer, same_ranks, same_shards)
         if not same_plan:
             counters["trained"] = (1 << len(fragments)) - 1
-        return _Loaded(fragments, tensors, counters, digest)
+        counted = saved_count({self._own("counted"): 1, **state}, self._own("counted"), _OWNER)
+        return _Loaded(fragments, tensors, counters, digest, counted != 0)
 
     def _likes(
         self, outer: OuterState, counters: dict[str, int], same: bool
@@ -652,6 +657,7 @@ class _Loaded:
     tensors: dict[str, torch.Tensor]
     counters: dict[str, int]
     digest: int | None
+    counted: bool
 
     def give(self, loop: OuterLoop, own: str) -> None:
         """Have ``loop`` go on from it; keys of this rank begin with ``own``."""
@@ -661,7 +667,7 @@ class _Loaded:
             views[key].copy_(value)
         for mine, loaded in zip(loop.state.fragments, self.fragments, strict=True):
             mine.become(loaded)
-        loop.resume_at(self.counters, self.digest)
+        loop.resume_at(self.counters, self.digest, self.counted)
 
 
 def _count_of(state: dict[str, Any], key: str) -> int:
