@@ -7,7 +7,7 @@ import torch.distributed.checkpoint as dcp
 from bagua._core.state import step_folder as _step_folder
 from bagua.torch_api.checkpoint import load_latest, save_checkpoint
 from support import every_algorithm, training
-from support.checkpoint_training import file, refusal, steps, train_and_save, wrapped
+from support.checkpoint_training import HIDDEN, file, refusal, steps, train_and_save, wrapped
 from support.error_feedback import owed
 from support.options import Mode, StrangeSGD, strange_state
 
@@ -76,7 +76,7 @@ def test_torchs_own_functions_read_the_tensors_of_rank_0(ranks, tmp_path):
     ranks(2, train_and_save, "decentralized-all", str(tmp_path), 2)
     part = file(tmp_path, 2, 0).parent
     expected, _ = _step_folder.read(part)
-    weight = torch.zeros(7, training.FEATURES)
+    weight = torch.zeros(HIDDEN, training.FEATURES)
     dcp.load({"model": {"0.weight": weight}}, checkpoint_id=part, no_dist=True)
     assert torch.equal(weight, expected["model", "0.weight"])
 

@@ -13,7 +13,7 @@ COMPRESSED = ["bytegrad", "low_precision_decentralized", "qadam", "sparse"]
 
 @training.with_group
 def train(name):
-    model, optimizer = wrapped(name, training.network())
+    model, optimizer = wrapped(name, training.wide_network())
     data = [training.batch(step, dist.get_rank()) for step in range(5)]
     training.train(model, optimizer, data)
     ops = {op for bucket in model.bagua_stats()["buckets"] for op in bucket["ops"]}

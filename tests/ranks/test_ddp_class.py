@@ -12,10 +12,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 
-def normalised(seed=0):
+def normalised(seed=0, hidden=7):
     """A model with buffers; each rank starts from weights of its own."""
     torch.manual_seed(seed + dist.get_rank())
-    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3))
+    return nn.Sequential(
+        nn.Linear(5, hidden), nn.BatchNorm1d(hidden), nn.Tanh(), nn.Linear(hidden, 3)
+    )
 
 
 def backward_of(model, step=0):
@@ -80,7 +82,7 @@ def test_process_group_may_be_torchs_or_baguas_or_a_mesh(ranks):
 
 @training.with_group
 def keeps_the_algorithm():
-    model = normalised()
+    model = normalised(hidden=61)
     optimizer = training.sgd(model)
     ddp = DistributedDataParallel(
         model, optimizers=[optimizer], algorithm=ByteGradAlgorithm(hierarchical=False)

@@ -71,7 +71,7 @@ def test_compression_that_fails_is_told_once_on_rank_0_with_the_remedy(ranks, fi
 
 @training.with_group
 def train_healthy(name):
-    model, optimizer = wrapped(name, training.network(), guard=Guard(every=10))
+    model, optimizer = wrapped(name, training.wide_network(), guard=Guard(every=10))
     steps(model, optimizer, range(40))
     return stats_of(model)
 
@@ -87,7 +87,7 @@ def test_a_healthy_run_has_no_breach(ranks, name):
 
 @training.with_group
 def breach(name):
-    model = training.network()
+    model = training.wide_network()
     optimizer = adamw(model)
     model.with_bagua([optimizer], made(name), guard=TOUCHY)
     texts = told(lambda: steps(model, optimizer, range(6)))
@@ -117,7 +117,7 @@ def test_all_ranks_find_the_same_breach_after_two_samples_in_a_row(ranks, name):
 def under_a_scaler(scale):
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     model, optimizer = wrapped(
-        "bytegrad-feedback", training.network(), grad_scaler=scaler, guard=Guard()
+        "bytegrad-feedback", training.wide_network(), grad_scaler=scaler, guard=Guard()
     )
     for number in range(2):
         optimizer.zero_grad()
@@ -171,7 +171,7 @@ class _WithOwnGuard(Algorithm):
 
 @training.with_group
 def bring_a_guard():
-    model = training.network()
+    model = training.wide_network()
     optimizer = training.sgd(model)
     model.with_bagua([optimizer], _WithOwnGuard())
     steps(model, optimizer, range(5))
@@ -186,7 +186,7 @@ def test_an_algorithm_may_bring_its_guard_and_another_wrap_forgets_it(ranks):
 
 @training.with_group
 def train_with_uneven_inputs():
-    model = training.network()
+    model = training.wide_network()
     optimizer = training.sgd(model)
     algorithm = ByteGradAlgorithm(False)
     ddp = DistributedDataParallel(model, optimizers=[optimizer], algorithm=algorithm, guard=TOUCHY)
@@ -209,8 +209,7 @@ class _Halves(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first = nn.Linear(training.FEATURES, training.OUTPUTS)
-        self.second = nn.Linear(training.FEATURES, training.OUTPUTS)
+        self.first, self.second = training.wide_network(), training.wide_network()
 
     def forward(self, x):
         return self.first(x)
@@ -264,7 +263,7 @@ def test_rounds_without_end_that_are_not_finite_warn_once(ranks):
 
 @training.with_group
 def unfreeze():
-    model = training.network()
+    model = training.wide_network()
     model[0].weight.requires_grad_(False)
     model, optimizer = wrapped("bytegrad", model, guard=TOUCHY)
     texts = told(lambda: steps(model, optimizer, range(4)))
@@ -283,7 +282,7 @@ def test_new_buckets_are_watched_from_their_first_round_on_and_told_of_once(rank
 
 @training.with_group
 def train_over_nodes(hierarchical, feedback):
-    model = training.network()
+    model = training.wide_network()
     optimizer = adamw(model)
     algorithm = ByteGradAlgorithm(hierarchical, codec="int4_block", error_feedback=feedback)
     model.with_bagua([optimizer], algorithm, guard=WATCHING)

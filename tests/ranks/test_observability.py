@@ -1,5 +1,7 @@
 """Statistics by purpose, profiles, logging."""
 
+import functools
+import itertools
 import json
 import logging
 
@@ -73,7 +75,9 @@ def test_statistics_have_the_same_fields_whatever_was_sent(ranks):
 
 @training.with_group
 def profile_a_step(folder):
-    model = training.network()
+    sizes = [training.FEATURES, 61, 40, 40, training.OUTPUTS]
+    layers = itertools.starmap(functools.partial(nn.Linear, bias=False), itertools.pairwise(sizes))
+    model = nn.Sequential(*layers)
     optimizer = training.sgd(model)
     model.with_bagua([optimizer], ByteGradAlgorithm(hierarchical=False))
     data = training.batch(0, dist.get_rank())

@@ -20,7 +20,7 @@ GLOO = {"BAGUA_COMM": "gloo"}
 
 def two_backwards(algorithm):
     """The wrapped module, and its gradients in one tensor."""
-    model = training.network()
+    model = training.wide_network()
     model.with_bagua([], algorithm)
     for step in range(2):
         training.squared_error(model, training.batch(step, dist.get_rank())).backward()

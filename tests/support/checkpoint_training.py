@@ -6,11 +6,15 @@ from bagua.torch_api.checkpoint import load_latest, save_checkpoint
 from support import every_algorithm, training
 from torch import nn
 
+HIDDEN = 20
+
 
 def network(seed):
     torch.manual_seed(seed)
     return nn.Sequential(
-        nn.Linear(training.FEATURES, 7), nn.BatchNorm1d(7), nn.Linear(7, training.OUTPUTS)
+        nn.Linear(training.FEATURES, HIDDEN),
+        nn.BatchNorm1d(HIDDEN),
+        nn.Linear(HIDDEN, training.OUTPUTS),
     )
 
 

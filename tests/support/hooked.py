@@ -26,7 +26,7 @@ class Branches(nn.Module):
         super().__init__()
         self.stem = nn.Linear(5, 40)
         self.left, self.right = nn.Linear(40, 24), nn.Linear(40, 24)
-        self.head = nn.Linear(24, 3)
+        self.head = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 3))
 
     def forward(self, inputs, ways="lr"):
         stem = self.stem(inputs).tanh()
@@ -68,7 +68,7 @@ class Images(nn.Module):
         self.layers = nn.Sequential(
             nn.Unflatten(1, (5, 1, 1)), nn.ConvTranspose2d(5, 12, 3), nn.Tanh(), nn.Conv2d(12, 8, 3)
         )
-        self.head = nn.Linear(8, 3)
+        self.head = nn.Sequential(nn.Linear(8, 20), nn.Linear(20, 3))
         self.to(memory_format=torch.channels_last)
 
     def forward(self, inputs):

@@ -86,10 +86,16 @@ def algorithm(name, average=True):
     return ByteGradAlgorithm(hierarchical=False, average=average, codec=name)
 
 
-def network(seed=0, outputs=OUTPUTS):
+def network(seed=0, outputs=OUTPUTS, hidden=7):
     """A perceptron with sizes that no number of ranks divides."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, outputs)).to(device())
+    layers = nn.Linear(FEATURES, hidden), nn.Tanh(), nn.Linear(hidden, outputs)
+    return nn.Sequential(*layers).to(device())
+
+
+def wide_network(seed=0):
+    """One whose bucket is large enough for up to 4 ranks to compress it."""
+    return network(seed, hidden=61)
 
 
 def batch(step, rank, rows=ROWS):

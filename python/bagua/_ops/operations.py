@@ -30,6 +30,11 @@ _ALIASES = {"MinMaxUInt8": "minmax_uint8"}
 #: Choice of a rank's peers.
 _PEER_SELECTION_MODES = ("all", "shift_one")
 
+#: A message of a codec that is larger than this share of the exact one is not worth it.
+_WORTH_ENCODING = 0.75
+_FRAME_BYTES = 32
+_MANY = 2**16  # elements, beside which frames and ranges do not count
+
 Members = _C.CountingCommunicator
 
 
@@ -262,6 +267,37 @@ def codec_named(compression: str) -> str:
     return codec
 
 
+def worth_encoding(codec: str, dtype: torch.dtype, numel: int) -> bool:
+    """Whether messages of so many elements are large enough for ``codec``.
+
+    Exact ones are as small, or nearly, because of the frame and the ranges beside the codes. A
+    codec that saves little of any message takes all.
+    """
+    if dtype.is_complex:
+        return True  # which is refused later
+    encoder = _C.make_codec(codec)
+    encoded = torch.float32 if dtype == torch.float64 else dtype
+
+    def most(numel: int) -> float:
+        return _WORTH_ENCODING * numel * dtype.itemsize
+
+    own = encoder.payload_bytes(encoded, numel) + _FRAME_BYTES
+    return own <= most(numel) or encoder.payload_bytes(encoded, _MANY) > most(_MANY)
+
+
+def worth_compressing(
+    codec: str,
+    dtype: torch.dtype,
+    numel: int,
+    hierarchical: Hierarchy,
+    group: BaguaProcessGroup,
+) -> bool:
+    """Whether the parts of a bucket are :func:`worth_encoding`; equal on all ranks."""
+    connections = group.connections
+    parts = len(connections.leaders()) if hierarchical is True else connections.size
+    return worth_encoding(codec, dtype, max(1, -(-numel // parts)))
+
+
 def compressed_all_reduce(
     bucket: BaguaBucket,
     codec: str,
@@ -313,15 +349,49 @@ def compressed_all_reduce(
     )
 
 
+def exact_mean(
+    bucket: BaguaBucket,
+    outcome: _C.RoundOutcome,
+    hierarchical: bool,
+    group: BaguaProcessGroup,
+) -> Operation:
+    """The exact mean of the bucket, beside compressed ones with error feedback.
+
+    Residuals that a checkpoint has, of other ranks' larger parts, are added to it and end with it.
+    """
+    page = _page_of_parts(bucket, outcome, group, hierarchical, exact=True)
+
+    def make(lane: Lane, bucket: BaguaBucket) -> _C.BucketOp:
+        numel = bucket.backend_tensor.numel()
+
+        def exact(members: Members) -> _C.BucketOp:
+            return _C.ErrorFeedbackAllReduce(members, lane.scratch, numel, page.memory)
+
+        return among(lane, group, hierarchical, exact)
+
+    return Operation(
+        name="ErrorFeedbackAllReduce",
+        arguments={"hierarchical": hierarchical},
+        make=make,
+        group=group,
+        page=page,
+        peers=on_ring,
+    )
+
+
 def _page_of_parts(
-    bucket: BaguaBucket, outcome: _C.RoundOutcome, group: BaguaProcessGroup, hierarchical: bool
+    bucket: BaguaBucket,
+    outcome: _C.RoundOutcome,
+    group: BaguaProcessGroup,
+    hierarchical: bool,
+    exact: bool = False,
 ) -> Page:
     connections = group.connections
     members = list(range(connections.size))
     if hierarchical:
         members = connections.leaders()
     flat, named = bucket.backend_tensor, bucket.named_views()
-    return Page.of_parts(flat, named, outcome, members, connections.rank)
+    return Page.of_parts(flat, named, outcome, members, connections.rank, exact=exact)
 
 
 def update_momentum(

@@ -199,6 +199,10 @@ class BaguaBucket:
         effective: torch.Tensor | None = bagua_getter_closure(self.tensors[index])
         return self._views[index] if effective is None else effective
 
+    def numel(self) -> int:
+        """Elements of the communicated tensors, without padding."""
+        return sum(view.numel() for view in self._views)
+
     def bytes(self) -> int:
         """Bytes of the communicated tensors, without padding."""
         return sum(view.numel() * view.element_size() for view in self._views)
@@ -470,10 +474,19 @@ def split_by_bucket_size(
 
 
 def aligned_buckets(
-    tensors: Sequence[Sequence[torch.Tensor]], do_flatten: bool, ranks: int
+    tensors: Sequence[Sequence[torch.Tensor]],
+    do_flatten: bool,
+    ranks: int,
+    in_parts: Callable[[torch.dtype, int], bool] = lambda *_: True,
 ) -> list[BaguaBucket]:
-    """Buckets that ``ranks`` equal parts fill, from tensors grouped as buckets shall be."""
-    return [
-        BaguaBucket(group, name=str(i), flatten=do_flatten, alignment=_ALIGNMENT * ranks)
-        for i, group in enumerate(tensors)
-    ]
+    """Buckets that ``ranks`` equal parts fill, from tensors grouped as buckets shall be.
+
+    ``in_parts``: whether a bucket of a dtype and a number of elements is; others have no padding.
+    """
+    buckets = []
+    for i, group in enumerate(tensors):
+        effective = [bagua_getter_closure(tensor) for tensor in group]
+        parted = in_parts(effective[0].dtype, sum(tensor.numel() for tensor in effective))
+        alignment = _ALIGNMENT * ranks if parted else 1
+        buckets.append(BaguaBucket(group, name=str(i), flatten=do_flatten, alignment=alignment))
+    return buckets

@@ -75,6 +75,8 @@ class Page:
         seed: of queries of parameters that come later than others.
         part: (first element, number of elements) of this rank's part of the bucket, with a server
             residual; None: the operation has none.
+        exact: the part's server residual is zero, and not kept. One that is loaded is added to the
+            residual, of which an exact operation leaves nothing.
 
     Attributes:
         memory: the residual, as long as the bucket, or empty; with ``matrices`` their queries; the
@@ -92,6 +94,7 @@ class Page:
         matrices: Matrices | None = None,
         seed: int = 0,
         part: tuple[int, int] | None = None,
+        exact: bool = False,
     ) -> None:
         wide = torch.promote_types(flat.dtype, torch.float32)
         tensors = [flat.new_zeros(flat.numel() if error_feedback else 0, dtype=wide)]
@@ -100,10 +103,10 @@ class Page:
             tensors.append(flat.new_zeros(numel, dtype=wide))
         self._counter = len(tensors)
         tensors.append(torch.zeros(1, dtype=torch.int64, device="cpu"))
-        self._first, numel = part or (0, 0)
-        if part is not None:
-            tensors.append(flat.new_zeros(numel, dtype=wide))
-        self._tensors, self._cut = len(tensors), part is not None
+        self.exact, self._part = exact, part
+        if part is not None and not exact:
+            tensors.append(flat.new_zeros(part[1], dtype=wide))
+        self._tensors = len(tensors)
         self.ranks = 0  # among which its residuals count, of a ledger
         self.memory = _C.RoundMemory(tensors, outcome)
         self.matrices = matrices or {}
@@ -121,12 +124,15 @@ class Page:
         outcome: _C.RoundOutcome,
         members: Sequence[int],
         rank: int,
+        *,
+        exact: bool = False,
     ) -> Page:
         """A page of a bucket that is cut into a part per member; ``rank`` may be none of them."""
         numel = flat.numel()
         stride = _C.part_stride(numel, len(members))
         first = min(numel, stride * members.index(rank)) if rank in members else numel
-        return cls(flat, named, outcome, part=(first, min(stride, numel - first)))
+        part = (first, min(stride, numel - first))
+        return cls(flat, named, outcome, part=part, exact=exact)
 
     # Between rounds; writes into the tensors take effect.
 
@@ -155,14 +161,21 @@ class Page:
 
     def servers(self) -> Iterator[tuple[str, int, torch.Tensor]]:
         """(name, first element of the parameter, server residual) of what lies in the part."""
-        if not self._cut:
+        return iter(()) if self.exact else self.saved_servers()
+
+    def saved_servers(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """:meth:`servers`, and the zeros of an exact part."""
+        if self._part is None:
             return
-        server = self.memory.value(self._counter + 1)
-        end = self._first + server.numel()
+        start, numel = self._part
+        if self.exact:
+            server = self.memory.value(0).new_zeros(numel)
+        else:
+            server = self.memory.value(self._counter + 1)
         for name, size, _, begin in self._places:
-            low, high = max(begin, self._first), min(begin + size.numel(), end)
+            low, high = max(begin, start), min(begin + size.numel(), start + numel)
             if low < high:
-                yield name, low - begin, server[low - self._first : high - self._first]
+                yield name, low - begin, server[low - start : high - start]
 
     def drawn(self, name: str, query: torch.Tensor) -> torch.Tensor:
         """A random query, equal on all ranks, for a parameter that has none among others."""
@@ -324,7 +337,9 @@ class Ledger:
             if entries.error is not None:
                 value.copy_(_fitting(f"error/{name}", entries.error, error))
                 value.mul_(ranks / entries.ranks)
-            if not (entries.whole or same_parts):
+            if page.exact:
+                _add(name, value, entries.servers, 1.0 if entries.whole else ranks)
+            elif not (entries.whole or same_parts):
                 _add(name, value, entries.servers, ranks)
             yield error, value
         for name, first, server in page.servers():
@@ -365,7 +380,7 @@ class Ledger:
             state |= {f"query/{name}": query.clone() for name, query in page.queries()}
             for name, error in page.errors() if rank in members else ():
                 state[_error_key(rank, name)] = error.clone()
-            for name, first, server in page.servers():
+            for name, first, server in page.saved_servers():
                 state[f"rank{rank}/server/{first}/{name}"] = server.clone()
         state[_COUNT] = torch.tensor([max(counts)], device="cpu")
         return state

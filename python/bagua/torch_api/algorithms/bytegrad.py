@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup, Hierarchy
 from bagua._ops import operations
@@ -31,7 +33,9 @@ __all__ = [
 class ByteGradAlgorithm(Algorithm):
     """Compressed all-reduce of gradients (Bagua, VLDB 2022, section 3, "ByteGrad").
 
-    Every rank decodes the same bytes, so all ranks hold the same bits afterwards.
+    Every rank decodes the same bytes, so all ranks hold the same bits afterwards. A bucket of some
+    dozens of elements per rank, whose compressed messages would save less than a quarter of the
+    bytes, stays exact.
 
     ``codec="int4_block"`` halves the bytes of the default, and needs no error feedback to train as
     well. Under an adaptive optimizer fewer bits on gradients cost accuracy, with error feedback
@@ -104,7 +108,7 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
         self.codec = codec
 
     def tensors_to_buckets(self, tensors: Groups, do_flatten: bool) -> list[BaguaBucket]:
-        return aligned_buckets(tensors, do_flatten, self.process_group.size)
+        return aligned_buckets(tensors, do_flatten, self.process_group.size, self._is_large)
 
     def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
         bucket.clear_ops()
@@ -112,8 +116,13 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
             hierarchical=self.hierarchical,
             average=self.average,
             scattergather=True,
-            compression=self.codec,
+            compression=self.codec if self._is_large(*_kind(bucket)) else None,
             group=self.process_group,
+        )
+
+    def _is_large(self, dtype: torch.dtype, numel: int) -> bool:
+        return operations.worth_compressing(
+            self.codec, dtype, numel, self.hierarchical, self.process_group
         )
 
 
@@ -123,10 +132,13 @@ class ByteGradFeedbackImpl(ErrorFeedbackImpl):
     arguments: ByteGradAlgorithm
 
     def tensors_to_buckets(self, tensors: Groups, do_flatten: bool) -> list[BaguaBucket]:
-        return aligned_buckets(tensors, do_flatten, self.process_group.size)
+        return aligned_buckets(tensors, do_flatten, self.process_group.size, self._is_large)
 
     def compression(self, bucket: BaguaBucket) -> Operation:
         own = self.arguments
+        if not self._is_large(*_kind(bucket)):
+            hierarchical = bool(self.hierarchical)
+            return operations.exact_mean(bucket, self.outcome, hierarchical, self.process_group)
         return operations.compressed_all_reduce(
             bucket,
             own.codec,
@@ -135,3 +147,13 @@ class ByteGradFeedbackImpl(ErrorFeedbackImpl):
             self.process_group,
             outcome=self.outcome,
         )
+
+    def _is_large(self, dtype: torch.dtype, numel: int) -> bool:
+        own = self.arguments
+        return not own.average or operations.worth_compressing(
+            own.codec, dtype, numel, self.hierarchical, self.process_group
+        )
+
+
+def _kind(bucket: BaguaBucket) -> tuple[torch.dtype, int]:
+    return bucket.backend_tensor.dtype, bucket.numel()
