@@ -1,5 +1,6 @@
 """AllReduceAggregation on ranks: against torch's own sums, and what a call leaves as it was."""
 
+import copy
 import functools
 
 import bagua.torch_api as bagua
@@ -44,6 +45,43 @@ def reduce_mixed(op, by_layer, divide_before):
 @over(op=REDUCE, by_layer=[False, True], divide_before=[False, True])
 def test_every_operation_is_torchs_on_all_dtypes_and_layouts(ranks, op, by_layer, divide_before):
     assert len(set(ranks(3, reduce_mixed, op, by_layer, divide_before))) == 1, "equal bits"
+
+
+ROWS = (1, 2, 5)
+
+
+@training.with_group
+def sums_over_all_samples(by_layer, divide_before):
+    """Bits and bytes after steps of ranks with unlike batches; one process has all of them."""
+    rank, total = dist.get_rank(), sum(ROWS)
+    model = training.network()
+    alone = copy.deepcopy(model)
+    aggregation = AllReduceAggregation(dist.get_world_size(), divide_before)
+    plain = AllReduceAggregation(dist.get_world_size(), divide_before)
+    optimizer, other = training.sgd(model), training.sgd(alone)
+    for step in range(3):
+        parts = [training.batch(step, r, rows=n) for r, n in enumerate(ROWS)]
+        optimizer.zero_grad()
+        (training.squared_error(model, parts[rank]) * ROWS[rank]).backward()
+        denom = torch.tensor(float(total)) if step else total
+        aggregation.agg_grad(by_layer)(model, op="avg_custom", denom=denom)
+        optimizer.step()
+        other.zero_grad()
+        data = tuple(torch.cat(side) for side in zip(*parts, strict=True))
+        training.squared_error(alone, data).backward()
+        other.step()
+        plain.agg_grad(by_layer)(model, op="avg_world")  # which gradients are equal now
+    training.assert_close(model, alone, rtol=1e-6, atol=1e-6)
+    return training.bits(model.parameters()), aggregation.traffic() == plain.traffic()
+
+
+@over(by_layer=[False, True], divide_before=[False, True])
+def test_a_denominator_of_all_samples_trains_ranks_with_1_2_and_5_as_one_process(
+    ranks, by_layer, divide_before
+):
+    results = ranks(3, sums_over_all_samples, by_layer, divide_before)
+    assert len({bits for bits, _ in results}) == 1
+    assert all(same_traffic for _, same_traffic in results)
 
 
 @training.with_group
