@@ -127,6 +127,7 @@ void bind_lane(py::module_& m) {
       .def("abort", &DynamicLane::abort, py::arg("reason"), ReleaseGil())
       .def("transport_failed", &DynamicLane::transport_failed, py::arg("reason"), ReleaseGil())
       .def("waits_outside", &DynamicLane::waits_outside, py::arg("text"), ReleaseGil())
+      .def_property_readonly("weight", &DynamicLane::weight)
       .def("stop", &DynamicLane::stop, ReleaseGil())
       .def("stats", [](const DynamicLane& lane) { return stats_dict(lane.stats()); });
 }

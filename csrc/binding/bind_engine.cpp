@@ -193,6 +193,7 @@ void bind_rounds(py::module_& m) {
       .def("stop", &Engine::stop, ReleaseGil())
       .def_property_readonly("round", &Engine::round)
       .def_property_readonly("round_open", &Engine::round_open)
+      .def_property_readonly("weight", &Engine::weight)
       .def_property_readonly("slots", &Engine::slots)
       .def_property_readonly("used", [](const Engine& engine) { return engine.used(); })
       .def("stats", [](const Engine& engine) { return stats_dict(engine.stats()); });

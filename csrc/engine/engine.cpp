@@ -464,6 +464,11 @@ bool Engine::by_samples() const {
   return state_->weighing.by_samples;
 }
 
+double Engine::weight() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->weighing.factor(state_->opened.samples);
+}
+
 bool Engine::round_open() const {
   std::lock_guard lock(state_->mutex);
   return state_->round.open();

@@ -117,6 +117,10 @@ class Engine {
   // Whether the values of the round, once the ranks have agreed, are weighed by samples.
   bool by_samples() const;
 
+  // The factor of this rank's values in the round that was begun last, once the ranks have agreed:
+  // Note [Weights of ranks].
+  double weight() const;
+
   // True if a round is open and not all of its buckets are done.
   bool round_open() const;
   int64_t round() const;

@@ -69,8 +69,9 @@ struct DynamicLane::State final : LaneCore {
   bool running = false;
   std::string outside;  // waits_outside()
   int64_t done = 0;
-  int64_t agreed = 0;             // jobs that the ranks have compared
-  Weighing weighing;              // of these jobs
+  int64_t agreed = 0;  // jobs that the ranks have compared
+  Weighing weighing;   // of these jobs
+  std::atomic<double> weight{1.0};
   std::atomic<int64_t> round{0};  // of the last job that was posted
   std::vector<BucketStats> stats;
   std::optional<c10::Stream> stream;
@@ -123,6 +124,7 @@ void DynamicLane::State::run(Pending& entry, std::optional<BucketAccount>& accou
   if (!stream) stream = side_stream(flat.device());
   const c10::OptionalStreamGuard on_own_stream(stream);
   const double factor = factor_of(entry.job, weighing);
+  if (entry.job.weighed != Weighed::kNot) weight = weighing.factor(entry.job.samples);
   const std::optional<bool> finite =
       run_ops({.flat = flat,
                .ops = plan.ops,
@@ -285,6 +287,8 @@ void DynamicLane::waits_outside(std::string text) noexcept {
   const std::lock_guard lock(state_->mutex);
   state_->outside = std::move(text);
 }
+
+double DynamicLane::weight() const noexcept { return state_.here() ? state_->weight.load() : 1.0; }
 
 void DynamicLane::stop() noexcept {
   if (!state_.here()) return;

@@ -83,6 +83,9 @@ class DynamicLane {
   // empty: not any more.
   void waits_outside(std::string text) noexcept;
 
+  // The factor of this rank's values in the job that was weighed last: Note [Weights of ranks].
+  double weight() const noexcept;
+
   // Stops the thread; pending futures fail. Called by the destructor; idempotent.
   void stop() noexcept;
 

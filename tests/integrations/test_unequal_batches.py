@@ -139,7 +139,8 @@ def sentences():
     return [{"inputs": x, "labels": y} for x, y in zip(inputs, labels, strict=True)]
 
 
-def by_trainer(folder, accumulated, algorithm, **use_options):
+def by_trainer(folder, accumulated, algorithm, rows=4, every=1, **use_options):
+    """The model after an epoch, and the losses that the trainer has reported."""
     import transformers
     from bagua.integrations.transformers import use
 
@@ -147,11 +148,11 @@ def by_trainer(folder, accumulated, algorithm, **use_options):
     arguments = transformers.TrainingArguments(
         folder,
         num_train_epochs=1,
-        per_device_train_batch_size=4,
+        per_device_train_batch_size=rows,
         gradient_accumulation_steps=accumulated,
         use_cpu=True,
         save_strategy="no",
-        logging_strategy="no",
+        logging_steps=every,
         report_to=[],
         disable_tqdm=True,
         lr_scheduler_type="constant",
@@ -163,21 +164,31 @@ def by_trainer(folder, accumulated, algorithm, **use_options):
     trainer = transformers.Trainer(model, arguments, train_dataset=sentences())
     if algorithm is not None:
         use(trainer, algorithm, **use_options)
-    trainer.train()
-    return model
+    last = trainer.train().training_loss
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return model, torch.tensor([*losses, last])
 
 
-def trainers(folder, accumulated):
-    """Distances from the plain trainer's weights: with numbers, without; bits of the former."""
-    plain = by_trainer(folder, accumulated, None)
-    said = by_trainer(folder, accumulated, "gradient_allreduce", samples=True)
-    alike = by_trainer(folder, accumulated, "gradient_allreduce")
-    return _distance(said, plain), _distance(alike, plain), training.bits(said.parameters())
+def trainers(folder, accumulated, every, alone):
+    """Distances from weights and losses of one process: of a trainer by numbers, one without, and
+    the plain one; bits of the first, and its losses."""
+    found = []
+    ways = ("gradient_allreduce", {"samples": True}), ("gradient_allreduce", {}), (None, {})
+    for algorithm, options in ways:
+        model, losses = by_trainer(folder, accumulated, algorithm, every=every, **options)
+        found.append((_distance(model, alone[0]), float((losses - alone[1]).abs().max())))
+        if options:
+            bits = training.bits([*model.parameters(), losses])
+    return *found, bits
 
 
-def test_unequal_tokens_under_the_trainer_train_as_the_plain_trainer(ranks, tmp_path):
-    for accumulated in (1, 2):
-        results = ranks(2, trainers, str(tmp_path), accumulated)
-        for said, alike, _ in results:
-            assert said < 1e-6 < 1e-4 < alike
+def test_unequal_tokens_under_the_trainer_have_the_weights_and_losses_of_one_process(
+    ranks, tmp_path
+):
+    for accumulated, every in ((1, 1), (1, 2), (2, 1), (3, 1)):
+        folder = str(tmp_path)
+        (alone,) = ranks(1, by_trainer, folder, accumulated, None, 8, every)
+        results = ranks(2, trainers, folder, accumulated, every, alone)
+        for said, alike, plain, _ in results:
+            assert max(*said, *plain) < 1e-6 < 1e-4 < min(alike)
         assert len({bits for *_, bits in results}) == 1

@@ -335,6 +335,10 @@ class EngineSynchronizer(Synchronizer):
         self._path.watch(outputs)
 
     @property
+    def weight(self) -> float:
+        return self.engine.weight
+
+    @property
     def in_backward(self) -> bool:
         return self._path.in_backward
 

@@ -47,6 +47,15 @@ class LaneHandle:
         """
         return lane_statistics(self._running, self._lane.by_purpose, self._traffic)
 
+    @property
+    def weight(self) -> float:
+        """The factor of this rank's gradients in the last round: 1 unless ranks say samples.
+
+        Its mean over the ranks is 1, so the mean of the ranks' losses times it is that of all
+        samples.
+        """
+        return self._running.weight
+
     def _settle(self) -> None:
         """Called before the ledger is saved: between two steps."""
 

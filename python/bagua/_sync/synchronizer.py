@@ -69,6 +69,11 @@ class Synchronizer:
         """Block until all launched work is done; raise a failure of it."""
 
     @property
+    def weight(self) -> float:
+        """The factor of this rank's gradients in the last round: 1 unless ranks say samples."""
+        return 1.0
+
+    @property
     def in_backward(self) -> bool:
         """Whether this thread is inside a backward that is communicated."""
         return False

@@ -68,6 +68,10 @@ class Wrapped:
     def bagua_samples(self, number: SupportsFloat) -> None:
         self.session.bagua_samples(number)
 
+    @property
+    def weight(self) -> float:
+        return self.session.weight
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: the algorithm's and, where ranks differ, weights and optimizers.
 
@@ -132,6 +136,15 @@ class Hooks:
         """
         for handle in self.handles[-1:]:
             handle.bagua_samples(number)
+
+    @property
+    def weight(self) -> float:
+        """The factor of this rank's gradients in the last round: 1 unless ranks say samples.
+
+        Its mean over the ranks is 1, so the mean of the ranks' losses times it is that of all
+        samples.
+        """
+        return self.handles[-1].weight if self.handles else 1.0
 
     def __reduce__(self) -> Any:
         return Hooks, ()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+import torch
 import transformers
 
 from bagua.integrations import accelerate as _accelerate
@@ -31,7 +32,9 @@ _SHOWN = ("evaluate", "predict", "save_model")
 #: older releases have neither.
 _NEXT_BATCHES = "get_batch_samples"
 _AVERAGES_TOKENS = "average_tokens_across_devices"
-_METHODS = (_SAVE, _LOAD, _NEW_ACCELERATOR, _LOAD_BEST, _TRAIN, *_SHOWN)
+#: The forward and backward of a micro-batch; the trainer adds up the losses that it returns.
+_STEP = "training_step"
+_METHODS = (_SAVE, _LOAD, _NEW_ACCELERATOR, _LOAD_BEST, _TRAIN, _STEP, *_SHOWN)
 
 
 def use(
@@ -55,8 +58,8 @@ def use(
         algorithm: a registered name, or an object of ``bagua.torch_api.algorithms``.
         samples: ranks weigh in each step by their numbers of tokens, ``num_items_in_batch``, or of
             samples where the trainer counts no tokens. The trainer then gathers no numbers
-            (``average_tokens_across_devices`` is off), which saves a wait in every step; the loss
-            that it logs is the mean of the ranks' losses.
+            (``average_tokens_across_devices`` is off), which saves a wait in every step. The loss
+            that it logs is that of all tokens; with rounds it is the mean of the ranks' losses.
 
     Returns:
         The hooks, for their statistics.
@@ -135,6 +138,34 @@ def _count_own_tokens(trainer: Any, hooks: Hooks, samples: bool) -> None:
 
     if samples:
         setattr(trainer, _NEXT_BATCHES, say)
+        _weigh_losses(trainer, hooks)
+
+
+def _weigh_losses(trainer: Any, hooks: Hooks) -> None:
+    """Multiply losses that the trainer adds up by the rank's weight, as gradients are.
+
+    The mean over the ranks, which it logs, is then the loss of all tokens. Ranks know their weights
+    with the last backward of a window, so that the window's losses are returned there.
+    """
+    step = getattr(trainer, _STEP)
+    held: list[torch.Tensor] = []
+
+    def weighed(*arguments: Any, **options: Any) -> torch.Tensor:
+        held.append(step(*arguments, **options))
+        if not trainer.accelerator.sync_gradients:
+            return torch.zeros_like(held[-1])
+        loss, weight = torch.stack(held).sum(), hooks.weight
+        held.clear()
+        # A rank without tokens may have NaN.
+        return loss * weight if weight else torch.zeros_like(loss)
+
+    @contextmanager
+    def window() -> Iterator[None]:
+        held.clear()  # of a training that has ended inside one
+        yield
+
+    setattr(trainer, _STEP, weighed)
+    _surround(trainer, _NEXT_BATCHES, window)
 
 
 def _extend_rounds(trainer: Any, hooks: Hooks) -> None:

@@ -411,6 +411,11 @@ class Session:
             )
         self.samples.add(number)
 
+    @property
+    def weight(self) -> float:
+        """The factor of this rank's gradients in the last round: 1 unless ranks say samples."""
+        return self._running.weight
+
     def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
         """Prepare a forward: Note [Which backward communicates] in the C++ core.
 
