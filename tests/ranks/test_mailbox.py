@@ -1,5 +1,6 @@
 """Islands that meet in a mailbox. Where one process has several they take turns."""
 
+import collections
 import contextlib
 import copy
 import errno
@@ -1027,6 +1028,64 @@ def test_an_island_sends_its_part_of_a_round_once_and_reads_each_other_once(rank
         expected = [("create", name)] + [("read", other) for other in NAMES if other != name]
         assert sorted(each[:2] for each in own) == sorted(expected * 3)
         assert all(payload <= size <= payload + 1024 for *_, size in own)
+
+
+@training.with_group
+def requests_of_rounds(folder, names):
+    """Requests to the storage in three rounds of each island, whose contributions come at once."""
+    own = {"quorum": len(names), "grace": 60.0, "keep": 100}
+    made = [island(folder, name, mailbox=own, overlap_steps=1) for name in names]
+    boxes = [model.bagua_algorithm._ranks._post.box for model, _ in made]
+    come_at_once(boxes, "contribute")
+    calls = [counted_requests(each.place) for each in boxes]
+    for step in range(7):
+        for name, each in zip(names, made, strict=True):
+            train(*each, range(step, step + 1), len(name))
+    return calls
+
+
+def come_at_once(boxes, method):
+    """Have a call of each box return when all have made it."""
+    together = threading.Barrier(len(boxes))
+    for each in boxes:
+        original = getattr(each, method)
+
+        def call(*args, original=original):
+            result = original(*args)
+            together.wait(60)
+            return result
+
+        setattr(each, method, call)
+
+
+def counted_requests(place):
+    """Calls of a place from now on, by kinds of folders and files.
+
+    Those of its claim are left out: they are of seconds, not of rounds.
+    """
+    calls = collections.Counter()
+    for name in ("create", "replace", "read", "names", "size", "remove"):
+        original = getattr(place, name)
+
+        def call(path, *args, name=name, original=original):
+            if threading.current_thread().name != "bagua claim":
+                folder, _, file = path.partition("/")
+                calls[name, folder.partition("-")[0], file.partition("-")[0]] += 1
+            return original(path, *args)
+
+        setattr(place, name, call)
+    return calls
+
+
+def test_an_island_asks_the_storage_as_often_as_its_page_says(ranks, tmp_path):
+    for count in (2, 3, 5):
+        names = (*NAMES, "bergen", "lyon")[:count]
+        (calls,) = ranks(1, requests_of_rounds, str(tmp_path / str(count)), names)
+        for each in calls:
+            assert each["create", "round", "from"] == 3
+            assert each["read", "round", "from"] == 3 * (count - 1)
+            assert each["names", "islands", ""] <= 3, "looks while it waits"
+            assert sum(each.values()) <= 3 * (2 * count + 10), each
 
 
 @training.with_group

@@ -15,7 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from bagua._outer.mailbox import bodies
-from ranks.test_mailbox import NAMES, hasty, island, killed, run_command
+from ranks.test_mailbox import (
+    NAMES,
+    come_at_once,
+    counted_requests,
+    hasty,
+    island,
+    killed,
+    run_command,
+)
 from support import sharded, training
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -197,6 +205,32 @@ def test_each_rank_sends_its_shard_once_and_reads_that_of_each_other_island_once
             others = [each for each in calls if not each[1].startswith("shard")]
             assert all(size <= 1024 for *_, size in others)
             assert sum(each[:2] == ("create", "from") for each in others) == 3 * (rank == 0)
+
+
+@with_islands
+def requests_of_rounds(folder):
+    """Requests to the storage of this rank in three rounds of each island."""
+    own = {"quorum": 2, "grace": 60.0, "keep": 100}
+    made = [of_shards(folder, name, mailbox=own, overlap_steps=1) for name in NAMES[:2]]
+    boxes = [model.bagua_algorithm._ranks._post.box for model, _ in made]
+    if dist.get_rank() == 0:
+        come_at_once(boxes, "contribute_shards")
+    calls = [counted_requests(each.place) for each in boxes]
+    for step in range(7):
+        for each in made:
+            train(*each, range(step, step + 1))
+    return calls
+
+
+def test_ranks_of_shards_ask_the_storage_as_often_as_their_page_says(ranks, tmp_path):
+    first, second = ranks(2, requests_of_rounds, str(tmp_path))
+    looks = ("names", "round", "")  # also for the other rank's shard
+    for each in first:
+        assert each["names", "islands", ""] <= 3, "looks while it waits"
+        assert sum(each.values()) - each[looks] <= 3 * (3 * 2 + 9), each
+    looks_for_manifest = ("read", "round", "manifest"), ("names", "", "")
+    for each in second:
+        assert sum(each.values()) - sum(each[kind] for kind in looks_for_manifest) == 3 * 2 * 2
 
 
 # Late, gone, come back.
