@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 STEPS = 3
-ROWS = (2, 6)
+ROWS = (1, 2, 5)
 
 
 def own_batch(step):
@@ -31,7 +31,13 @@ def alone(model):
     return model
 
 
-def by_accelerate(algorithm):
+def counts(stats):
+    """What this rank has sent, by agreements and by buckets."""
+    tables = (stats["control"], stats["total"])
+    return [table[what] for table in tables for what in ("bytes_sent", "messages_sent")]
+
+
+def by_accelerate(algorithm, says=True):
     import accelerate
     from bagua.integrations.accelerate import use
 
@@ -43,11 +49,12 @@ def by_accelerate(algorithm):
     model, optimizer = own.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     for step in range(STEPS):
         inputs, targets = own_batch(step)
-        hooks.bagua_samples(len(targets))
+        if says:
+            hooks.bagua_samples(len(targets))
         optimizer.zero_grad()
         own.backward((model(inputs) - targets).square().mean())
         optimizer.step()
-    return _distance(net, expected), training.bits(net.parameters())
+    return _distance(net, expected), training.bits(net.parameters()), counts(hooks.stats())
 
 
 def _distance(model, expected):
@@ -55,12 +62,19 @@ def _distance(model, expected):
     return max(float((p - q).abs().max()) for p, q in pairs)
 
 
-def test_unequal_batches_under_accelerate_train_as_one_process(ranks):
-    results = ranks(2, by_accelerate, "gradient_allreduce")
-    assert max(distance for distance, _ in results) < 1e-6
-    assert len({bits for _, bits in results}) == 1
-    wide = ranks(2, by_accelerate, ByteGradAlgorithm(hierarchical=False))
-    assert max(distance for distance, _ in wide) < 0.05
+def assert_as_one_process(said, none):
+    """`said`, `none`: (distance from one process, bits, counts) of ranks that say numbers or do
+    not."""
+    assert max(distance for distance, *_ in said) < 1e-6 < 1e-4 < min(one[0] for one in none)
+    assert len({bits for _, bits, _ in said}) == 1
+    assert [sent for *_, sent in said] == [sent for *_, sent in none]
+
+
+def test_1_2_and_5_samples_under_accelerate_train_as_one_process_and_send_nothing(ranks):
+    said, none = (ranks(3, by_accelerate, "gradient_allreduce", says) for says in (True, False))
+    assert_as_one_process(said, none)
+    wide = ranks(3, by_accelerate, ByteGradAlgorithm(hierarchical=False, codec="fp16"))
+    assert max(distance for distance, *_ in wide) < 0.01
 
 
 def by_lightning(samples):
@@ -78,6 +92,9 @@ def by_lightning(samples):
         def validation_step(self, batch, _):
             self.net(batch[0])
 
+        def on_train_end(self):
+            self.sent = counts(self.trainer.strategy.model.bagua_ddp.stats())
+
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -87,7 +104,7 @@ def by_lightning(samples):
     loader = torch.utils.data.DataLoader(batches, batch_size=None)
     trainer = lightning.Trainer(
         accelerator="cpu",
-        devices=2,
+        devices=3,
         max_epochs=1,
         strategy=bagua.lightning.BaguaStrategy("gradient_allreduce", samples=samples),
         logger=False,
@@ -98,18 +115,15 @@ def by_lightning(samples):
     )
     trainer.fit(module, loader, loader)
     expected = expected or alone(training.network())
-    return _distance(module.net, expected), training.bits(module.parameters())
+    return _distance(module.net, expected), training.bits(module.parameters()), module.sent
 
 
 def rows_of(batch):
     return len(batch[0])
 
 
-def test_unequal_batches_under_lightning_train_as_one_process(ranks):
-    results = ranks(2, by_lightning, rows_of)
-    assert max(distance for distance, _ in results) < 1e-6
-    assert len({bits for _, bits in results}) == 1
-    assert min(distance for distance, _ in ranks(2, by_lightning, None)) > 1e-4
+def test_1_2_and_5_samples_under_lightning_train_as_one_process_and_send_nothing(ranks):
+    assert_as_one_process(ranks(3, by_lightning, rows_of), ranks(3, by_lightning, None))
 
 
 class Tagger(nn.Module):
@@ -139,10 +153,19 @@ def sentences():
     return [{"inputs": x, "labels": y} for x, y in zip(inputs, labels, strict=True)]
 
 
-def by_trainer(folder, accumulated, algorithm, rows=4, every=1, **use_options):
-    """The model after an epoch, and the losses that the trainer has reported."""
+def by_trainer(folder, accumulated, algorithm, rows=4, every=1, batches=None, **use_options):
+    """The model after an epoch, the losses that the trainer has reported, and what was sent.
+
+    `batches`: of this rank, in place of its share of all sentences in batches of `rows`.
+    """
     import transformers
     from bagua.integrations.transformers import use
+
+    class Trainer(transformers.Trainer):
+        def get_train_dataloader(self):
+            if batches is None:
+                return super().get_train_dataloader()
+            return torch.utils.data.DataLoader(batches, batch_size=None)
 
     accelerate_state.forget()
     arguments = transformers.TrainingArguments(
@@ -161,12 +184,12 @@ def by_trainer(folder, accumulated, algorithm, rows=4, every=1, **use_options):
         average_tokens_across_devices=algorithm is None,
     )
     model = Tagger()
-    trainer = transformers.Trainer(model, arguments, train_dataset=sentences())
-    if algorithm is not None:
-        use(trainer, algorithm, **use_options)
+    trainer = Trainer(model, arguments, train_dataset=sentences())
+    hooks = None if algorithm is None else use(trainer, algorithm, **use_options)
     last = trainer.train().training_loss
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return model, torch.tensor([*losses, last])
+    sent = counts(hooks.stats()) if hooks is not None and hooks.handles else None
+    return model, torch.tensor([*losses, last]), sent
 
 
 def trainers(folder, accumulated, every, alone):
@@ -175,7 +198,7 @@ def trainers(folder, accumulated, every, alone):
     found = []
     ways = ("gradient_allreduce", {"samples": True}), ("gradient_allreduce", {}), (None, {})
     for algorithm, options in ways:
-        model, losses = by_trainer(folder, accumulated, algorithm, every=every, **options)
+        model, losses, _ = by_trainer(folder, accumulated, algorithm, every=every, **options)
         found.append((_distance(model, alone[0]), float((losses - alone[1]).abs().max())))
         if options:
             bits = training.bits([*model.parameters(), losses])
@@ -192,3 +215,39 @@ def test_unequal_tokens_under_the_trainer_have_the_weights_and_losses_of_one_pro
         for said, alike, plain, _ in results:
             assert max(*said, *plain) < 1e-6 < 1e-4 < min(alike)
         assert len({bits for *_, bits in results}) == 1
+
+
+def batches_of(ranks, accumulated):
+    """Micro-batches with the sentences of all these ranks."""
+    everything, found = sentences(), []
+    for number in range(STEPS * accumulated):
+        firsts = [number * sum(ROWS) + sum(ROWS[:rank]) for rank in ranks]
+        own = [
+            everything[(first + i) % len(everything)]
+            for rank, first in zip(ranks, firsts, strict=True)
+            for i in range(ROWS[rank])
+        ]
+        found.append({key: torch.stack([one[key] for one in own]) for key in ("inputs", "labels")})
+    return found
+
+
+def trainers_with_1_2_and_5(folder, accumulated, samples, alone):
+    own = batches_of([int(os.environ["RANK"])], accumulated)
+    options = {"batches": own, "samples": samples}
+    model, losses, sent = by_trainer(folder, accumulated, "gradient_allreduce", **options)
+    distances = _distance(model, alone[0]), float((losses - alone[1]).abs().max())
+    bits = training.bits([*model.parameters(), losses])
+    return (max if samples else min)(distances), bits, sent
+
+
+def test_1_2_and_5_sentences_under_the_trainer_train_as_one_process_and_send_nothing(
+    ranks, tmp_path
+):
+    for accumulated in (1, 2):
+        folder, everyone = str(tmp_path), batches_of(range(len(ROWS)), accumulated)
+        (alone,) = ranks(1, by_trainer, folder, accumulated, None, 4, 1, everyone)
+        said, none = (
+            ranks(3, trainers_with_1_2_and_5, folder, accumulated, samples, alone)
+            for samples in (True, False)
+        )
+        assert_as_one_process(said, none)
