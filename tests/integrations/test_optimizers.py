@@ -1,5 +1,6 @@
 """The table of docs/optimizers.md: each optimizer beside torch's DDP, in rounds, and resumed."""
 
+import copy
 import functools
 import itertools
 import re
@@ -265,6 +266,41 @@ def test_an_optimizer_of_the_table_trains_as_with_torch_and_resumes(ranks, tmp_p
         for algorithm in ALGORITHMS:
             again = found.get(f"{algorithm}, resumed", found[algorithm][0])
             assert again == found[algorithm][0], algorithm
+
+
+def resumed_by_torch(make):
+    model = network()
+    trained = make(model)
+    steps(model, trained, 0, SAVED_AFTER)
+    saved = copy.deepcopy((model.state_dict(), trained.optimizers[0].state_dict()))
+    model = network(seed=1)
+    trained = make(model)
+    model.load_state_dict(saved[0])
+    trained.optimizers[0].load_state_dict(saved[1])
+    steps(model, trained, SAVED_AFTER, STEPS)
+    return training.bits(model.parameters())
+
+
+def whole_by_torch(make):
+    model = network()
+    steps(model, make(model), 0, STEPS)
+    return training.bits(model.parameters())
+
+
+@training.with_group
+def whole_and_resumed(name, folder):
+    make = SERVED[name]
+    assert whole_by_torch(make) == whole_by_torch(make)
+    found = [(whole_by_torch(make), resumed_by_torch(make))]
+    for algorithm in ALGORITHMS:
+        found.append((whole(make, algorithm)[0], resumed(make, algorithm, f"{folder}/{algorithm}")))
+    return found
+
+
+def test_what_the_page_does_not_resume_to_the_bit_torch_alone_does_not_either(ranks, tmp_path):
+    for name in NOT_RESUMED_TO_THE_BIT:
+        for pairs in ranks(2, whole_and_resumed, name, str(tmp_path)):
+            assert all(uninterrupted != resumed for uninterrupted, resumed in pairs), name
 
 
 @training.with_group

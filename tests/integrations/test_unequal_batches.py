@@ -44,7 +44,7 @@ def by_accelerate(algorithm, says=True):
     accelerate_state.forget()
     own = accelerate.Accelerator(cpu=True)
     hooks = use(own, algorithm)
-    net = training.network()
+    net = training.wide_network()
     expected = alone(copy.deepcopy(net))
     model, optimizer = own.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     for step in range(STEPS):
@@ -73,8 +73,8 @@ def assert_as_one_process(said, none):
 def test_1_2_and_5_samples_under_accelerate_train_as_one_process_and_send_nothing(ranks):
     said, none = (ranks(3, by_accelerate, "gradient_allreduce", says) for says in (True, False))
     assert_as_one_process(said, none)
-    wide = ranks(3, by_accelerate, ByteGradAlgorithm(hierarchical=False, codec="fp16"))
-    assert max(distance for distance, *_ in wide) < 0.01
+    rounded = ranks(3, by_accelerate, ByteGradAlgorithm(hierarchical=False))
+    assert all(1e-6 < distance < 0.05 for distance, *_ in rounded)
 
 
 def by_lightning(samples):
