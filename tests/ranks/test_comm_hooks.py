@@ -13,9 +13,11 @@ from bagua.torch_api.algorithms import (
     GradientAllReduceAlgorithm,
     SparseAlgorithm,
 )
+from bagua.torch_api.algorithms.base import AlgorithmImpl, Traits
 from bagua.torch_api.data_parallel import DistributedDataParallel as Own
 from oracle import compressed_all_reduce, sparse
 from ranks.test_groups_and_nodes import environment_of_nodes
+from ranks.test_own_algorithms import HalvedGradients
 from support import hooked, training
 from support.cases import over
 from support.error_feedback import owed
@@ -87,6 +89,28 @@ def test_bytegrad_gives_the_bits_of_the_oracle(ranks, case, situation):
     first, *others = ranks(n, compare, situation, algorithm, bytegrad, codec)
     assert others == [first] * (n - 1)
     assert first[1] == LAYOUTS[situation]
+
+
+class Reducer(AlgorithmImpl):
+    """All that it does is to reduce the gradients of a bucket."""
+
+    traits = Traits(ranks_agree=True)
+
+    def operations(self, bucket):
+        return [bucket.sum_or_mean(compression="block_uint8", group=self.process_group)]
+
+
+class Opener(Reducer):
+    """Has more to do where it is given a module."""
+
+    def init_operations(self, bagua_ddp, bucket):
+        super().init_operations(bagua_ddp, bucket)
+
+
+def test_an_own_reducer_of_gradients_is_a_hook(ranks):
+    algorithm = training.Own(Reducer)
+    first, second = ranks(2, compare, "small_buckets", algorithm, bytegrad, "block_uint8")
+    assert first == second
 
 
 @over(n=[2, 3], situation=["small_buckets", "static_graph"])
@@ -277,7 +301,11 @@ def refuse():
         ),
         (ValueError, "unknown algorithm 'bytegrd'; registered: gradient_", fresh(), "bytegrd"),
         (TypeError, r"such as ByteGradAlgorithm\(\)", fresh(), ByteGradAlgorithm),
-        (NotImplementedError, r"AsyncModelAverageAlgorithm does .*bagua.wrap", fresh(), "async"),
+        *(
+            (NotImplementedError, r" does more than reduce .*bagua.wrap", fresh(), other)
+            for other in ("async", "auto", "diloco", "decentralized", training.Own(Opener))
+        ),
+        (NotImplementedError, "Own does more than", fresh(), training.Own(HalvedGradients)),
         (BaguaMismatchError, "'average': True", fresh(), differing),
     ]:
         with pytest.raises(kind, match=words):

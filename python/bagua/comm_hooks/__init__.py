@@ -7,7 +7,7 @@ import functools
 import weakref
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, SupportsFloat, cast
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from bagua._core.group.connections import fingerprint
 from bagua._core.group.job import as_bagua_group, ensure_initialised
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.group.warn import warn
-from bagua._core.state.ledger import Page
 from bagua._core.state.snapshot import guard_of, ignored_names, sparse_parameters
 from bagua._ops.operations import Lane, make_ops
 from bagua._sync.handle import LaneHandle
@@ -25,8 +24,12 @@ from bagua._sync.hooks import DroppedOnCopy, WeakHook, outside_graphs_lazily
 from bagua._sync.samples import checked
 from bagua.torch_api._session import is_owned
 from bagua.torch_api.algorithms._error_feedback import ErrorFeedbackImpl
-from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, as_algorithm
-from bagua.torch_api.algorithms.bytegrad import ByteGradAlgorithmImpl
+from bagua.torch_api.algorithms.base import (
+    Algorithm,
+    AlgorithmImpl,
+    WarmUpImpl,
+    as_algorithm,
+)
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
 from bagua.torch_api.bucket import BaguaBucket
 
@@ -36,7 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["Handle", "everywhere", "register"]
 
 _MARK = "_bagua_comm_hook"
-_REDUCE_GRADIENTS = (GradientAllReduceAlgorithmImpl, ByteGradAlgorithmImpl, ErrorFeedbackImpl)
 
 
 def __getattr__(name: str) -> Any:
@@ -64,7 +66,6 @@ class Handle(LaneHandle):
         self._algorithm = algorithm
         self._named = {name: (p.size(), p.stride(), p.dtype) for name, p in named}
         self._names = {id(parameter): name for name, parameter in named}
-        self._pages: dict[str, Page] = {}  # by name of the bucket
         self._rounds_before = 0  # of the training that a loaded state is of
         scaled = grad_scaler is not None and algorithm.traits.reads_grad_scale
         owner = weakref.ref(self)
@@ -79,7 +80,7 @@ class Handle(LaneHandle):
             self._running,
             operations,
             grad_scale=grad_scaler.get_scale if scaled and grad_scaler else None,
-            outcome=algorithm.outcome if isinstance(algorithm, ErrorFeedbackImpl) else None,
+            outcome=algorithm.outcome,
         )
 
     def bagua_samples(self, number: SupportsFloat) -> None:
@@ -110,52 +111,30 @@ class Handle(LaneHandle):
 
     def _operations(self, torchs: _C.GradientBucket, round: int) -> _C.BucketOperations:
         """Called by autograd's thread for a bucket that is new."""
-        bucket = HookedBucket(torchs, self._names)
-        memory = self._append_operations(bucket, round)
+        bucket, algorithm = HookedBucket(torchs, self._names), self._algorithm
+        self._count(round - 1)
+        pages = algorithm.append_operations(bucket)
+        if isinstance(algorithm, WarmUpImpl) and not algorithm.warmed_up:
+            self._hook.renew(algorithm.warmup_steps - self._rounds_before + 1)
+        memory = pages[0].memory if pages else None
         ops, scale = make_ops(self._lane, bucket)
         return _C.BucketOperations(bucket.name, bucket.describe(), ops, scale, memory)
 
-    def _append_operations(self, bucket: HookedBucket, round: int) -> _C.RoundMemory | None:
-        algorithm = self._algorithm
-        if not isinstance(algorithm, ErrorFeedbackImpl):
-            # Algorithms without memory do not look at the wrapped module.
-            algorithm.init_operations(cast(Any, None), bucket)
-            return None
-        warm_up = algorithm.warmup_steps - self._rounds_before  # its last round
-        if round > warm_up:
-            return self._compressed(algorithm, bucket).memory
-        bucket.append_centralized_synchronous_op(average=True, group=self._lane.group)
-        self._hook.renew(warm_up + 1)
-        return None
-
-    def _compressed(self, algorithm: ErrorFeedbackImpl, bucket: HookedBucket) -> Page:
-        """Append the compressing operation; its page has what is known of its parameters.
-
-        Torch makes its buckets anew after the first step, with other parts.
-        """
-        if bucket.name in self._pages:
-            algorithm.ledger.put_aside(self._pages[bucket.name])
-        page = bucket.append_operation(algorithm.compression(bucket)).page
-        assert page is not None
-        algorithm.ledger.take(page)
-        self._pages[bucket.name] = page
-        return page
+    def _count(self, rounds: int) -> None:
+        """Have an algorithm with a warm-up know of ``rounds``, and those before a load."""
+        if isinstance(self._algorithm, WarmUpImpl):
+            self._ledger.counters[self._algorithm.counter] = self._rounds_before + rounds
 
     def _settle(self) -> None:
         self._hook.settle()
-        if "rounds" in self._ledger.counters:
-            self._ledger.counters["rounds"] = self._rounds_before + self._hook.round
+        self._count(self._hook.round)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         algorithm = self._algorithm
         if not isinstance(algorithm, ErrorFeedbackImpl):
             return super()._restore(state)
         # The memory of this page is not a member of the rounds to come.
-        outcome, algorithm.outcome = algorithm.outcome, _C.RoundOutcome()
-        try:
-            page = algorithm.compression(self._all_parameters()).page
-        finally:
-            algorithm.outcome = outcome
+        page = algorithm.compression(self._all_parameters(), _C.RoundOutcome()).page
         assert page is not None
         algorithm.ledger.restore(state, [page])
         self._rounds_before = algorithm.ledger.counters["rounds"] - self._hook.round
@@ -392,7 +371,8 @@ def _check_ddp(ddp: Any) -> None:
 
 def _reified(algorithm: Algorithm, group: BaguaProcessGroup) -> AlgorithmImpl:
     impl = algorithm.reify(group)
-    if not isinstance(impl, _REDUCE_GRADIENTS):
+    alone = impl.overrides("operations") and not impl.overrides("init_operations")
+    if not (alone and impl.traits.steps_on_gradients and impl.traits.ranks_agree):
         raise NotImplementedError(
             f"comm_hooks.register: {type(algorithm).__name__} does more than reduce the gradients "
             "of one bucket, which is all that a communication hook can do; take "
@@ -400,9 +380,9 @@ def _reified(algorithm: Algorithm, group: BaguaProcessGroup) -> AlgorithmImpl:
             "constructs DistributedDataParallel by itself, bagua.wrap(module, optimizers, "
             "algorithm) in its place takes every algorithm"
         )
-    if isinstance(impl, ErrorFeedbackImpl) and impl.exact:
+    if exact := getattr(impl, "exact", ()):
         raise NotImplementedError(
-            f"comm_hooks.register: {type(algorithm).__name__} has exact_parameters={impl.exact}, "
+            f"comm_hooks.register: {type(algorithm).__name__} has exact_parameters={exact}, "
             "but torch decides which parameters share a bucket: leave them out"
         )
     return impl
@@ -441,7 +421,7 @@ def _check_parameters(
 def _connected(lane: Lane, impl: AlgorithmImpl) -> Lane:
     """``lane`` with all communicators that the operations will need: no backward connects."""
     hierarchical = getattr(impl, "hierarchical", False)
-    if not hierarchical or isinstance(impl, ErrorFeedbackImpl):
+    if not hierarchical or isinstance(impl, WarmUpImpl):
         lane.communicator(None)
     if hierarchical == "sharded":
         lane.shares(None)

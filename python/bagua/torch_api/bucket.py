@@ -241,17 +241,27 @@ class BaguaBucket:
         Raises:
             ValueError: unknown codec, or another value of ``hierarchical``.
         """
+        operation = self.sum_or_mean(hierarchical, average, scattergather, compression, group)
+        self.append_operation(operation)
+        return self
+
+    def sum_or_mean(
+        self,
+        hierarchical: Hierarchy = False,
+        average: bool = True,
+        scattergather: bool = False,
+        compression: str | None = None,
+        group: BaguaProcessGroup | None = None,
+    ) -> Operation:
+        """The operation of :meth:`append_centralized_synchronous_op`."""
         codec = compression
         if not codec and scattergather:
             # They lose nothing of the dtype, and sum in f32; others need none.
             sums = {torch.float16: "fp16", torch.bfloat16: "bf16"}
             codec = sums.get(self.backend_tensor.dtype)
         if codec:
-            operation = operations.compressed_all_reduce(self, codec, hierarchical, average, group)
-        else:
-            operation = operations.all_reduce(self, hierarchical, average, group)
-        self.append_operation(operation)
-        return self
+            return operations.compressed_all_reduce(self, codec, hierarchical, average, group)
+        return operations.all_reduce(self, hierarchical, average, group)
 
     def append_decentralized_synchronous_op(
         self,
@@ -406,14 +416,14 @@ class SparseBucket(BaguaBucket):
     def check_flatten(self) -> bool:
         return False
 
-    def append_centralized_synchronous_op(
+    def sum_or_mean(
         self,
         hierarchical: Hierarchy = False,
         average: bool = True,
         scattergather: bool = False,
         compression: str | None = None,
         group: BaguaProcessGroup | None = None,
-    ) -> Self:
+    ) -> Operation:
         """Exact sum or mean: rows are gathered from all ranks, whatever ``hierarchical`` says."""
         record = record_of(self.tensors[0])
         if compression is not None:
@@ -423,10 +433,8 @@ class SparseBucket(BaguaBucket):
             )
         assert record.sparse is not None
         sizes = list(self.tensors[0].size())
-        self._rows = self.append_operation(
-            operations.all_reduce_rows(record.sparse, sizes, average, group)
-        )
-        return self
+        self._rows = operations.all_reduce_rows(record.sparse, sizes, average, group)
+        return self._rows
 
 
 def bucket_of(tensors: Sequence[torch.Tensor], name: str, flatten: bool) -> BaguaBucket:

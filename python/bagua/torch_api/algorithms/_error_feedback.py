@@ -79,6 +79,7 @@ class ErrorFeedbackImpl(WarmUpImpl):
     traits = Traits(
         ranks_agree=True, remembers_gradients=True, takes_uneven_inputs=True, takes_unfrozen=True
     )
+    outcome: _C.RoundOutcome
     for_sgd = False
     counter = "rounds"
 
@@ -108,7 +109,7 @@ class ErrorFeedbackImpl(WarmUpImpl):
             hierarchical=bool(self.hierarchical),
         )
 
-    def compression(self, bucket: BaguaBucket) -> Operation:
+    def compression(self, bucket: BaguaBucket, outcome: _C.RoundOutcome) -> Operation:
         """The compressing op of ``bucket``, with a page of its state."""
         raise NotImplementedError
 
@@ -135,22 +136,19 @@ class ErrorFeedbackImpl(WarmUpImpl):
     def _is_exact(self, tensor: torch.Tensor) -> bool:
         return record_of(tensor).name in self._exact_names
 
-    def later_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
-        if self._is_exact(bucket.tensors[0]):
-            # All elements make no sparse message: the mean is exact, and takes part in the outcome.
-            exact = operations.sparse(
-                bucket,
-                1.0,
-                self.outcome,
-                hierarchical=self.hierarchical,
-                group=self.process_group,
-                error_feedback=False,
-            )
-            bucket.append_operation(exact)
-            return
-        operation = bucket.append_operation(self.compression(bucket))
-        assert operation.page is not None
-        self.ledger.take(operation.page)
+    def later_operations(self, bucket: BaguaBucket) -> list[Operation]:
+        if not self._exact_names or not self._is_exact(bucket.tensors[0]):
+            return [self.compression(bucket, self.outcome)]
+        # All elements make no sparse message: the mean is exact, and takes part in the outcome.
+        exact = operations.sparse(
+            bucket,
+            1.0,
+            self.outcome,
+            hierarchical=self.hierarchical,
+            group=self.process_group,
+            error_feedback=False,
+        )
+        return [exact]
 
 
 def _warn_of_other_steps(owner: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:

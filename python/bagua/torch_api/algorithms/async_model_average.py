@@ -11,6 +11,7 @@ import torch
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.ledger import Ledger
 from bagua._core.state.shards import copied_between_shards, is_sharded, local
+from bagua._ops.operations import Operation
 from bagua._sync.averaging_synchronizer import AsynchronousAverage, check_asynchronous_mode
 from bagua.torch_api.algorithms._error_feedback import check_warmup
 from bagua.torch_api.algorithms.base import (
@@ -174,11 +175,12 @@ class AsyncModelAverageAlgorithmImpl(WarmUpImpl):
             for i, ((_, _, apart), group) in enumerate(kinds.items())
         ]
 
-    def later_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
+    def later_operations(self, bucket: BaguaBucket) -> list[Operation]:
         operation = bucket.append_asynchronous_model_average_op(
             self.peer_selection_mode, self.process_group, sync_interval_ms=self.sync_interval_ms
         )
         self._operations.append(operation)
+        return []
 
     def init_forward_pre_hook(self, bagua_ddp: Session) -> Callable[[Any], None]:
         def keep_averaging(_: Any) -> None:

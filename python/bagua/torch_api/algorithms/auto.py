@@ -384,7 +384,8 @@ class AutoAlgorithmImpl(AlgorithmImpl):
     # Hooks.
 
     def overrides(self, method: str) -> bool:
-        return method == "init_post_backward_hook" or self.inner.overrides(method)
+        own = ("init_operations", "init_post_backward_hook")
+        return method in own or self.inner.overrides(method)
 
     def init_forward_pre_hook(self, bagua_ddp: Session) -> Callable[[Any], None]:
         return self.inner.init_forward_pre_hook(bagua_ddp)

@@ -13,9 +13,10 @@ import torch
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.state.bagua_tensor import record_of
-from bagua._core.state.ledger import Ledger
+from bagua._core.state.ledger import Ledger, Page
 from bagua._core.state.shards import is_sharded
 from bagua._core.state.snapshot import sparse_parameters
+from bagua._ops.operations import Operation
 from bagua._sync.averaging_synchronizer import AveragingSynchronizer
 from bagua._sync.engine import EngineSynchronizer
 from bagua._sync.synchronizer import Synchronizer
@@ -138,10 +139,12 @@ class AlgorithmImpl:
         traits: what it is like; a class or an instance has its own.
         ledger: its state for checkpoints.
         mean_buffers: names of buffers that have a mean over the ranks; None: those of norms.
+        outcome: of the operations' memories, which change together; None: there are none.
     """
 
     traits = Traits()
     mean_buffers: Sequence[str] | None = None
+    outcome: _C.RoundOutcome | None = None
 
     def __init__(self, process_group: BaguaProcessGroup) -> None:
         self.process_group = process_group
@@ -174,8 +177,26 @@ class AlgorithmImpl:
         """Make the buckets, from tensors grouped by dtype, device and bucket size."""
         return [bucket_of(group, str(i), flatten=do_flatten) for i, group in enumerate(tensors)]
 
+    def operations(self, bucket: BaguaBucket) -> list[Operation]:
+        """What ``bucket`` does when its tensors are ready.
+
+        An algorithm of which this is all can be a communication hook: ``comm_hooks.register``.
+        """
+        return []
+
     def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
-        """Append what ``bucket`` does when its tensors are ready."""
+        """Append what ``bucket`` does when its tensors are ready: by default :meth:`operations`."""
+        self.append_operations(bucket)
+
+    def append_operations(self, bucket: BaguaBucket) -> list[Page]:
+        """Append :meth:`operations`, and continue in their state, which is returned."""
+        if operations := self.operations(bucket):
+            bucket.clear_ops()
+        for operation in operations:
+            bucket.append_operation(operation)
+        pages = [operation.page for operation in operations if operation.page is not None]
+        self.ledger.take(*pages)
+        return pages
 
     def make_synchronizer(self, bagua_ddp: Session) -> Synchronizer:
         """Make what runs the buckets: an engine, or a thread that averages weights periodically."""
@@ -307,15 +328,14 @@ class WarmUpImpl(AlgorithmImpl):
         """Register the tensors to communicate after the warm-up: by default gradients."""
         return super().init_tensors(bagua_ddp)
 
-    def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
-        bucket.clear_ops()
-        if self.warming_up:
-            bucket.append_centralized_synchronous_op(average=True, group=self.process_group)
-        else:
-            self.later_operations(bagua_ddp, bucket)
+    def operations(self, bucket: BaguaBucket) -> list[Operation]:
+        if not self.warmed_up:
+            return [bucket.sum_or_mean(group=self.process_group)]
+        return self.later_operations(bucket)
 
-    def later_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
-        """Append what ``bucket`` does after the warm-up."""
+    def later_operations(self, bucket: BaguaBucket) -> list[Operation]:
+        """What ``bucket`` does after the warm-up."""
+        return []
 
     def init_post_backward_hook(self, bagua_ddp: Session) -> Callable[[], None]:
         def finish() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,9 +17,6 @@ from bagua.torch_api.algorithms._error_feedback import (
 )
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, Groups, Traits
 from bagua.torch_api.bucket import BaguaBucket, aligned_buckets
-
-if TYPE_CHECKING:
-    from bagua.torch_api._session import Session
 
 __all__ = [
     "ByteGradAlgorithm",
@@ -110,15 +106,15 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
     def tensors_to_buckets(self, tensors: Groups, do_flatten: bool) -> list[BaguaBucket]:
         return aligned_buckets(tensors, do_flatten, self.process_group.size, self._is_large)
 
-    def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
-        bucket.clear_ops()
-        bucket.append_centralized_synchronous_op(
+    def operations(self, bucket: BaguaBucket) -> list[Operation]:
+        operation = bucket.sum_or_mean(
             hierarchical=self.hierarchical,
             average=self.average,
             scattergather=True,
             compression=self.codec if self._is_large(*_kind(bucket)) else None,
             group=self.process_group,
         )
+        return [operation]
 
     def _is_large(self, dtype: torch.dtype, numel: int) -> bool:
         return operations.worth_compressing(
@@ -134,18 +130,18 @@ class ByteGradFeedbackImpl(ErrorFeedbackImpl):
     def tensors_to_buckets(self, tensors: Groups, do_flatten: bool) -> list[BaguaBucket]:
         return aligned_buckets(tensors, do_flatten, self.process_group.size, self._is_large)
 
-    def compression(self, bucket: BaguaBucket) -> Operation:
+    def compression(self, bucket: BaguaBucket, outcome: _C.RoundOutcome) -> Operation:
         own = self.arguments
         if not self._is_large(*_kind(bucket)):
             hierarchical = bool(self.hierarchical)
-            return operations.exact_mean(bucket, self.outcome, hierarchical, self.process_group)
+            return operations.exact_mean(bucket, outcome, hierarchical, self.process_group)
         return operations.compressed_all_reduce(
             bucket,
             own.codec,
             self.hierarchical,
             own.average,
             self.process_group,
-            outcome=self.outcome,
+            outcome=outcome,
         )
 
     def _is_large(self, dtype: torch.dtype, numel: int) -> bool:

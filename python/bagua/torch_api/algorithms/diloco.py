@@ -20,9 +20,10 @@ from bagua import _C, BaguaError
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._core.group.warn import warn
 from bagua._core.state.bagua_tensor import record_of
-from bagua._core.state.ledger import Commit, Ledger, Page
+from bagua._core.state.ledger import Commit, Ledger
 from bagua._core.state.saved_values import check_state, saved_count, saved_tensor
 from bagua._core.state.shards import Shards, WholeSums, local
+from bagua._ops.operations import Operation
 from bagua._outer.loop import (
     REMEDY,
     Fragment,
@@ -240,7 +241,6 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         self._parts: dict[str, int] = {}  # fragments of the weights
         self._schedule = Schedule(arguments.interval, 1, 0)
         self._commits: list[Commit] = []  # by fragment
-        self._pages: list[Page] = []  # residuals of the present buckets
         self.ledger = Ledger(
             _OWNER,
             lambda: process_group.connections,
@@ -272,7 +272,7 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
     def later_tensors(self, bagua_ddp: Session) -> list[torch.Tensor]:
         weights = bagua_ddp.bagua_build_params()
         self._plan(bagua_ddp)
-        self._commits, self._pages = [Commit() for _ in range(self._schedule.fragments)], []
+        self._commits = [Commit() for _ in range(self._schedule.fragments)]
         # Memory for pseudo-gradients by fragment, then for buffers that have a mean.
         by_fragment = sorted(weights, key=lambda pair: self._parts[pair[0]])
         named = [*by_fragment, *bagua_ddp.bagua_mean_buffers().items()]
@@ -303,20 +303,16 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         """The fragment of the weight that a registered ``tensor`` stands for; None for a buffer."""
         return self._parts.get(record_of(tensor).name)
 
-    def later_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
+    def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
+        bucket.ops += self.operations(bucket)  # whose state changes hands when the loop begins
+
+    def later_operations(self, bucket: BaguaBucket) -> list[Operation]:
+        own, group = self.arguments, self.process_group
         part = self._part_of(bucket.tensors[0])
-        if part is not None:
-            own, group = self.arguments, self.process_group
-            outcome = self._commits[part].outcome if own.error_feedback else None
-            operation = self._ranks.mean(bucket, own.codec, own.hierarchical, group, outcome)
-            self._pages += [] if operation.page is None else [operation.page]
-            bucket.append_operation(operation)
-            return
-        bucket.append_centralized_synchronous_op(
-            hierarchical=self.arguments.hierarchical,
-            average=True,
-            group=self.process_group,
-        )
+        if part is None:
+            return [bucket.sum_or_mean(hierarchical=own.hierarchical, group=group)]
+        outcome = self._commits[part].outcome if own.error_feedback else None
+        return [self._ranks.mean(bucket, own.codec, own.hierarchical, group, outcome)]
 
     def make_synchronizer(self, bagua_ddp: Session) -> Synchronizer:
         if self.warming_up:
@@ -336,7 +332,8 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
             commits=self._commits,
         )
         self._ranks.begin(self._loop)
-        self.ledger.take(*self._pages)
+        operations = [operation for bucket in bagua_ddp.bagua_buckets for operation in bucket.ops]
+        self.ledger.take(*(one.page for one in operations if one.page is not None))
         return self._loop
 
     def _new_state(self) -> OuterState:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from bagua._core.group.process_group import BaguaProcessGroup, Hierarchy
+from bagua._ops.operations import Operation
 from bagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, Traits
 from bagua.torch_api.bucket import BaguaBucket
-
-if TYPE_CHECKING:
-    from bagua.torch_api._session import Session
 
 __all__ = ["GradientAllReduce", "GradientAllReduceAlgorithm", "GradientAllReduceAlgorithmImpl"]
 
@@ -60,11 +57,11 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
         self.hierarchical = hierarchical
         self.average = average
 
-    def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
-        bucket.clear_ops()
-        bucket.append_centralized_synchronous_op(
+    def operations(self, bucket: BaguaBucket) -> list[Operation]:
+        operation = bucket.sum_or_mean(
             hierarchical=self.hierarchical, average=self.average, group=self.process_group
         )
+        return [operation]
 
 
 #: The spelling of the documentation's example.

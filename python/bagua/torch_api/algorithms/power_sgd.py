@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
+from bagua import _C
 from bagua._core.compression import check_compression_rate
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops import operations
@@ -90,12 +91,12 @@ class PowerSGDAlgorithmImpl(ErrorFeedbackImpl):
     arguments: PowerSGDAlgorithm
     for_sgd = True
 
-    def compression(self, bucket: BaguaBucket) -> Operation:
+    def compression(self, bucket: BaguaBucket, outcome: _C.RoundOutcome) -> Operation:
         own = self.arguments
         return operations.low_rank(
             bucket,
             own.rank,
-            self.outcome,
+            outcome,
             hierarchical=self.hierarchical,
             min_compression_rate=own.min_compression_rate,
             warm_start=own.warm_start,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
+from bagua import _C
 from bagua._core.compression import check_ratio
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops import operations
@@ -78,12 +79,12 @@ class SparseAlgorithmImpl(ErrorFeedbackImpl):
     arguments: SparseAlgorithm
     for_sgd = True
 
-    def compression(self, bucket: BaguaBucket) -> Operation:
+    def compression(self, bucket: BaguaBucket, outcome: _C.RoundOutcome) -> Operation:
         own = self.arguments
         return operations.sparse(
             bucket,
             own.ratio,
-            self.outcome,
+            outcome,
             hierarchical=self.hierarchical,
             group=self.process_group,
         )

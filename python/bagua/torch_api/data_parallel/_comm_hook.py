@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 
 from bagua._core.group.process_group import BaguaProcessGroup
 from bagua._ops import operations
+from bagua._ops.operations import Operation
 from bagua.torch_api._session import Session
 from bagua.torch_api.algorithms.base import AlgorithmImpl
 from bagua.torch_api.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
@@ -56,9 +57,8 @@ class CommHook(GradientAllReduceAlgorithmImpl):
         )
         self._op = operations.comm_hook(hook, state)
 
-    def init_operations(self, bagua_ddp: Session, bucket: BaguaBucket) -> None:
-        bucket.clear_ops()
-        bucket.append_operation(self._op)
+    def operations(self, bucket: BaguaBucket) -> list[Operation]:
+        return [self._op]
 
 
 def register(ddp: Session, state: Any, hook: Hook) -> None:
