@@ -54,7 +54,7 @@ def start_over_a_dead_job():
     while store.add("met", 0) < size:
         time.sleep(0.001)
     bagua.init_process_group(timeout=datetime.timedelta(seconds=20))
-    name = job._incarnation
+    name = job.this_job().incarnation
     result = train()
     bagua.destroy_process_group()
     return result, name

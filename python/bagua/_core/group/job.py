@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import collections
 import ctypes
 import os
 import sys
@@ -36,10 +35,12 @@ from bagua._core.group.interfaces import (
 from bagua._core.group.process_group import (
     BaguaProcessGroup,
     Island,
+    begin_job,
     close_all,
     get_default_group,
     is_initialized,
     set_default_group,
+    this_job,
 )
 from bagua._core.group.rendezvous import (
     agree_on_incarnation,
@@ -56,24 +57,7 @@ _DEFAULT = "0"  # name of the default group
 _ELASTIC = "bagua_elastic"  # name of torch's backend in an elastic job
 _ISLANDS = "islands"
 _LONGEST_LINE = 300  # characters of an error, repeated in one line
-_made_torch_group = False
-_group_counter = 0
-_incarnation = ""  # which start of the job, and of bagua in it, this is
-_torch_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, BaguaProcessGroup] = (
-    weakref.WeakKeyDictionary()
-)
-#: The default group that ensure_initialised() has made, and the torch group that it was made over.
-_implicit: tuple[weakref.ref[BaguaProcessGroup], weakref.ref[dist.ProcessGroup]] | None = None
-_torch_group_counters: collections.Counter[str] = collections.Counter()
 _LONGEST_TIMEOUT = timedelta(days=36_500)
-
-
-def _begin(incarnation: str) -> None:
-    """A store may outlive several groups, and processes: no key of theirs may be read."""
-    global _incarnation, _group_counter
-    _incarnation = incarnation
-    _group_counter = 0
-    _torch_group_counters.clear()
 
 
 def _default_backend() -> str:
@@ -138,7 +122,6 @@ def init_process_group(
         print(bagua.get_rank(), bagua.get_world_size())
         bagua.destroy_process_group()
     """
-    global _made_torch_group
     if is_initialized():
         raise RuntimeError(
             "bagua.init_process_group was called already; call bagua.destroy_process_group() first"
@@ -160,7 +143,7 @@ def init_process_group(
                 "store= and backend=, or call bagua.init_process_group() instead of torch's."
             )
         refuse_stale_addresses(getattr(c10d, "_default_pg_init_method", None))
-        _begin(count_visits(c10d._get_default_store(), dist.get_rank()))
+        begin_job(count_visits(c10d._get_default_store(), dist.get_rank()))
     else:
         rank, world_size, store = rendezvous(store, rank, world_size, local_world_size, timeout)
         patience = timeout or c10d.default_pg_timeout
@@ -170,9 +153,9 @@ def init_process_group(
 
             at_work = job_at_work(store, _DEFAULT)
         comes_back = at_work is not None
-        _begin(at_work or agree_on_incarnation(store, rank, world_size, patience))
+        begin_job(at_work or agree_on_incarnation(store, rank, world_size, patience))
         if elastic:
-            announce(store, _incarnation)
+            announce(store, this_job().incarnation)
             _register_elastic()
             backend = _ELASTIC
         choose_interface(store)
@@ -183,10 +166,10 @@ def init_process_group(
             [rank] if comes_back else list(range(world_size)),
             patience,
         )
-        fresh_keys = c10d.PrefixStore(f"bagua/{_incarnation}/torch", store)
+        fresh_keys = c10d.PrefixStore(f"bagua/{this_job().incarnation}/torch", store)
         backend = backend or _default_backend()
         _make_torch_group(fresh_keys, backend, connections, rank, world_size, timeout)
-        _made_torch_group = True
+        this_job().made_torchs_group = True
     _make_default_group(timeout, comes_back, connections)
 
 
@@ -303,7 +286,8 @@ for _name in _COLLECTIVES:
 
 
 def _store_of(group_name: str, keys: c10d.Store | None = None) -> c10d.Store:
-    return c10d.PrefixStore(f"bagua/{_incarnation}/{group_name}", keys or c10d._get_default_store())
+    prefix = f"bagua/{this_job().incarnation}/{group_name}"
+    return c10d.PrefixStore(prefix, keys or c10d._get_default_store())
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
@@ -326,7 +310,6 @@ def new_group(ranks: Sequence[int] | None = None, stream: Any = None) -> BaguaPr
     Raises:
         ValueError: a rank is out of range or occurs twice.
     """
-    global _group_counter
     default = get_default_group()
     members = list(range(dist.get_world_size())) if ranks is None else list(ranks)
     if len(set(members)) != len(members) or not members:
@@ -336,9 +319,10 @@ def new_group(ranks: Sequence[int] | None = None, stream: Any = None) -> BaguaPr
         raise ValueError(
             f"new_group: rank(s) {outside} are not in the world of {dist.get_world_size()}"
         )
-    _group_counter += 1
+    job = this_job()
+    job.new_groups += 1
     # Ranks may be in groups that they make in one call, with other members each.
-    name = f"{_group_counter}.{fingerprint([str(sorted(members))]):x}"
+    name = f"{job.new_groups}.{fingerprint([str(sorted(members))]):x}"
     return BaguaProcessGroup(members, name, _store_of(name), default.timeout, stream)
 
 
@@ -432,8 +416,9 @@ def from_ranks(
 ) -> BaguaProcessGroup:
     """A bagua group of ``ranks`` with the time-out of ``like``. Only the members call it."""
     members = "-".join(map(str, ranks))
-    _torch_group_counters[members] += 1  # equal on all members
-    name = f"torch/{members}/{_torch_group_counters[members]}"
+    counted = this_job().counted
+    counted[members] += 1  # equal on all members
+    name = f"torch/{members}/{counted[members]}"
     return BaguaProcessGroup(ranks, name, _store_of(name), _timeout_of(like), stream)
 
 
@@ -464,9 +449,10 @@ def as_bagua_group(group: Any, stream: Any = None) -> BaguaProcessGroup:
         return group
     if isinstance(group, dist.ProcessGroup):
         get_default_group()
-        if group not in _torch_groups:
-            _torch_groups[group] = from_torch_group(group, stream)
-        return _torch_groups[group]
+        known = this_job().of_torch
+        if group not in known:
+            known[group] = from_torch_group(group, stream)
+        return known[group]
     raise TypeError(
         "process_group must be None, a torch.distributed.ProcessGroup, a DeviceMesh of one "
         f"dimension or a BaguaProcessGroup, not {type(group).__name__}"
@@ -474,9 +460,10 @@ def as_bagua_group(group: Any, stream: Any = None) -> BaguaProcessGroup:
 
 
 def known_bagua_group(group: dist.ProcessGroup) -> BaguaProcessGroup:
-    if group not in _torch_groups:
+    known = this_job().of_torch
+    if group not in known:
         raise RuntimeError("this process group has no bagua group: call group.bagua_patch() first")
-    return _torch_groups[group]
+    return known[group]
 
 
 def ensure_initialised() -> None:
@@ -484,7 +471,6 @@ def ensure_initialised() -> None:
 
     It is made again when the script has destroyed torch's and initialised another.
     """
-    global _implicit
     if not dist.is_initialized():
         raise RuntimeError(
             "there is no process group: call torch.distributed.init_process_group() or "
@@ -493,13 +479,12 @@ def ensure_initialised() -> None:
     world = dist.group.WORLD
     assert world is not None
     if is_initialized():
-        own = _implicit is not None and _implicit[0]() is get_default_group()
-        outlived = _implicit is not None and _implicit[1]() is not world
-        if not (own and outlived):
+        made_over = this_job().made_over
+        if made_over is None or made_over() is world:
             return
         destroy_process_group()
     init_process_group()
-    _implicit = weakref.ref(get_default_group()), weakref.ref(world)
+    this_job().made_over = weakref.ref(world)
 
 
 def destroy_process_group() -> None:
@@ -516,15 +501,15 @@ def destroy_process_group() -> None:
 
 
 def _destroy(process_ends: bool = False) -> None:
-    global _made_torch_group
+    job = this_job()
     try:
         close_all(process_ends)
     finally:
-        _torch_groups.clear()
-        if _made_torch_group and dist.is_initialized():
+        job.of_torch.clear()
+        if job.made_torchs_group and dist.is_initialized():
             dist.destroy_process_group()
             forget_interface()
-        _made_torch_group = False
+        job.made_torchs_group = False
 
 
 def _leave(process: int) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import enum
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
@@ -50,9 +51,46 @@ class Closable(Protocol):
     def close(self) -> None: ...
 
 
-_live: weakref.WeakSet[Closable] = weakref.WeakSet()
-_groups: weakref.WeakValueDictionary[str, BaguaProcessGroup] = weakref.WeakValueDictionary()
-_default_group: BaguaProcessGroup | None = None
+@dataclass(eq=False, kw_only=True)
+class Job:
+    """One start of bagua in this process: all that it knows until it is destroyed.
+
+    Attributes:
+        incarnation: name of the start, equal on all ranks.
+        everyone: the group of all ranks, while there is one.
+        groups: by name.
+        of_torch: groups that were made for torch's.
+        new_groups: how many ``new_group`` has made; ``counted``: by members, for torch's.
+        made_torchs_group: torch's default group ends with this start, which has made it.
+        made_over: torch's default group over which ``ensure_initialised`` has made this one.
+    """
+
+    incarnation: str = ""
+    everyone: BaguaProcessGroup | None = None
+    groups: weakref.WeakValueDictionary[str, BaguaProcessGroup] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
+    of_torch: weakref.WeakKeyDictionary[dist.ProcessGroup, BaguaProcessGroup] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    new_groups: int = 0
+    counted: collections.Counter[str] = field(default_factory=collections.Counter)
+    made_torchs_group: bool = False
+    made_over: weakref.ref[dist.ProcessGroup] | None = None
+
+
+_job = Job()
+_live: weakref.WeakSet[Closable] = weakref.WeakSet()  # of the process, whatever its jobs
+
+
+def this_job() -> Job:
+    return _job
+
+
+def begin_job(incarnation: str) -> None:
+    """A store may outlive several groups, and processes: no key of theirs may be read."""
+    global _job
+    _job = Job(incarnation=incarnation, made_torchs_group=_job.made_torchs_group)
 
 
 def close_at_exit(resource: Closable) -> None:
@@ -73,9 +111,9 @@ def close_all(process_ends: bool = False) -> None:
             getattr(resource, "end_with_group", resource.close)()
         except _C.BaguaError as error:
             failures.append(error)
-    for group in list(_groups.values()):
+    for group in list(_job.groups.values()):
         group.connections.publish_exit(process_ends)
-    _groups.clear()
+    _job.groups.clear()
     set_default_group(None)
     if failures:
         raise failures[0]
@@ -368,7 +406,7 @@ class BaguaProcessGroup:
         self.membership: Membership | None = None
         self._communicators: dict[str, Communicator | CommMember] = {}
         self._connect(ranks, store, connections)
-        _groups[group_name] = self
+        _job.groups[group_name] = self
 
     def _connect(
         self, ranks: Sequence[int], store: c10d.Store, made: Connections | None = None
@@ -480,25 +518,24 @@ class BaguaProcessGroup:
 
 
 def set_default_group(group: BaguaProcessGroup | None) -> None:
-    global _default_group
-    _default_group = group
+    _job.everyone = group
     env.set_nodes(None if group is None else group.known_nodes)
     speak_through(None if group is None else group.connections.store)
 
 
 def is_initialized() -> bool:
     """Whether ``init_process_group`` has been called."""
-    return _default_group is not None
+    return _job.everyone is not None
 
 
 def get_default_group() -> BaguaProcessGroup:
     """The group of all ranks, or RuntimeError before ``init_process_group``."""
-    if _default_group is None:
+    if _job.everyone is None:
         raise RuntimeError(
             "bagua is not initialised: call bagua.init_process_group() before bagua.wrap and "
             "before any communication"
         )
-    return _default_group
+    return _job.everyone
 
 
 def get_communicator(group_name: str, comm_name: str) -> Communicator | CommMember:
@@ -506,9 +543,10 @@ def get_communicator(group_name: str, comm_name: str) -> Communicator | CommMemb
 
     Raises ValueError where there is no such group (any more), or no such kind of communicator.
     """
-    group = _groups.get(group_name)
+    group = _job.groups.get(group_name)
     if group is None:
-        raise ValueError(f"get_communicator: there is no group '{group_name}', only {[*_groups]}")
+        known = [*_job.groups]
+        raise ValueError(f"get_communicator: there is no group '{group_name}', only {known}")
     getters = {
         "global": group.get_global_communicator,
         "inter": group.get_inter_node_communicator,
