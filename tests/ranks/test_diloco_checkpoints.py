@@ -1,6 +1,7 @@
 """Local training saved in the middle: it goes on to the bit, or from the anchor."""
 
 import itertools
+import time
 
 import torch
 import torch.distributed as dist
@@ -190,6 +191,29 @@ def loaded(state, model, optimizer):
     for name, value in state:
         named(model, optimizer)[name].load_state_dict(copied(value))
     return model, optimizer
+
+
+@training.with_group
+def load_beside_a_round():
+    """Loads while a round is under way, whose other rank is late: whether training goes on."""
+    arguments = {"interval": 4, "overlap_steps": 3}
+    model, optimizer = wrapped(arguments)
+    train(model, optimizer, range(5))
+    again, of_again = wrapped(arguments, seed=1)
+    train(again, of_again, range(20, 23))
+    state = saved(model, optimizer)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(1)
+    own_step(again, of_again, 23)
+    loaded(state, again, of_again)
+    for pair in ((model, optimizer), (again, of_again)):
+        train(*pair, range(5, 12))
+    return bits(again) == bits(model)
+
+
+def test_the_result_of_a_round_under_way_is_not_taken_for_that_of_a_loaded_one(ranks):
+    assert ranks(2, load_beside_a_round) == [True] * 2
 
 
 WARMUPS, STEPS = (0, 2, 3, 5), 11

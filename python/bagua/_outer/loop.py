@@ -364,9 +364,13 @@ class OuterLoop(Synchronizer):
         The result of a round under way is saved unchanged: using it early would make the training
         depend on being saved.
         """
+        self.finish_round()
+        return self.state.named() | self.named_means()
+
+    def finish_round(self) -> None:
+        """Wait for the result of a round under way, which is not used: its memory is at rest."""
         if self.overlaps:
             self._ranks.complete(self._receive)
-        return self.state.named() | self.named_means()
 
     def named_means(self) -> dict[str, torch.Tensor]:
         """Results that may be under way, by key; writes into the tensors take effect."""

@@ -519,6 +519,8 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
             if self._loop is not None:
                 self._loop, self.warming_up = None, self.warmed_up  # the next forward builds anew
             return
+        if self._loop is not None:
+            self._loop.finish_round()  # whose result would overwrite a loaded one
         loaded = self._read(state)
         self.ledger.counters[self.counter] = max(warmed_up, self.warmup_steps)
         if self._loop is None:
