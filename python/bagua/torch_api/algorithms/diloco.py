@@ -58,7 +58,7 @@ __all__ = ["DiLoCoAlgorithm", "DiLoCoAlgorithmImpl", "Elastic", "Fragments", "Ou
 #: A number, names of modules per fragment, or a function from a parameter's name to its fragment.
 Fragments: TypeAlias = int | Sequence[Sequence[str]] | Callable[[str], int]
 
-_ERROR_RANKS = "error_ranks"
+_SIZE = "group_size"
 _LOCAL = "local_training"  # 1 once it has begun
 _PLAN = "fragments"  # a digest of who is in which
 
@@ -472,10 +472,11 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
             f64). ``rank<r>/weights`` is a digest by which this rank's weights are known again. With
             ``overlap_steps`` also ``mean/<name>``, the result that may be in flight, and
             ``rank<r>/launched/<name>``; of a mailbox ``rank<r>/counted``, whether this island's
-            part is in that result. With error feedback ``error_ranks``, those with residuals,
-            ``rank<r>/error/<name>``, and ``rank<r>/server/<first element>/<name>``. Of a parameter
-            that is a DTensor they are DTensors, for ``torch.distributed.checkpoint``; ``shards`` is
-            the shape of the mesh, and ``rank<r>/`` is under ``shard<place in the mesh>/``.
+            part is in that result. With error feedback the entries of Note [Ledger]: ``ranks``,
+            those with residuals, ``rank<r>/error/<name>``, and
+            ``rank<r>/server/<first element>/<name>``. Of a parameter that is a DTensor they are
+            DTensors, for ``torch.distributed.checkpoint``; ``shards`` is the shape of the mesh, and
+            ``rank<r>/`` is under ``shard<place in the mesh>/``. ``group_size`` counts all ranks.
         """
         loop = self._loop
         state: dict[str, Any] = self.ledger.counters | {_LOCAL: int(loop is not None)}
@@ -489,10 +490,8 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         if loop.overlaps and self.arguments.elastic is not None and self.arguments.elastic.mails:
             pending = loop.state.pending
             state[self._own("counted")] = int(pending is None or pending.counted)
-        if self.ledger.pages:
-            residuals = self.ledger.state()
-            state |= {_ERROR_RANKS: residuals.pop("ranks"), **residuals}
-        state |= {**loop.state.counters, "ranks": self.process_group.size, _PLAN: self._digest()}
+        state |= self.ledger.state()  # a round that named_state() has ended counts
+        state |= {**loop.state.counters, _SIZE: self.process_group.size, _PLAN: self._digest()}
         return self._shards().saved(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -537,7 +536,7 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         plan = self._digest()
         same_plan = saved_count({_PLAN: plan, **state}, _PLAN, _OWNER) == plan
         self._check(counters, same_plan)
-        same_ranks = saved_count(state, "ranks", _OWNER) == self.process_group.size
+        same_ranks = saved_count(state, _SIZE, _OWNER) == self.process_group.size
         state, same_shards = self._shards().loaded(state)
         fragments = [fragment.loaded(state) for fragment in outer.fragments]
         likes = self._likes(outer, counters, same_ranks and same_shards)
@@ -581,11 +580,10 @@ class DiLoCoAlgorithmImpl(WarmUpImpl):
         if not self.arguments.error_feedback:
             return
         restored: dict[str, Any] = {self.counter: self.ledger.counters[self.counter]}
-        if same_shards and (same_ranks or not self._shards().parameters):
-            # Absent where it was saved without error feedback.
-            if _ERROR_RANKS in state:
-                restored = state | {"ranks": state[_ERROR_RANKS]}
-        elif _ERROR_RANKS in state:
+        has_residuals = "ranks" in state  # not where it was saved without error feedback
+        if has_residuals and same_shards and (same_ranks or not self._shards().parameters):
+            restored = state
+        elif has_residuals:
             _log.warning(
                 "module '%s': saved by other ranks, or with other shards: residuals of the codec "
                 "begin at zero",
