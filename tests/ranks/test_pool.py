@@ -145,3 +145,15 @@ def wait_until(happened, what):
     while not happened():
         assert time.monotonic() < deadline, f"{what} does not come"
         time.sleep(0.01)
+
+
+def test_a_signal_to_a_process_that_has_just_ended_does_nothing(tmp_path, monkeypatch):
+    script = tmp_path / "ends.py"
+    script.write_text("")
+    with open(os.devnull) as nothing:
+        process = fork_server.Interpreter(
+            script, env=os.environ, stdin=nothing, stdout=nothing, stderr=nothing
+        )
+    process.wait(60)
+    monkeypatch.setattr(process, "poll", lambda: None)  # as before its server has told the end
+    process.kill()
