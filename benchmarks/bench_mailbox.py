@@ -6,11 +6,13 @@
 
 goodput: four islands in a folder train without a fault, then while one of them is killed after
 drawn times of `--mean` seconds, and is started again a second later. Steps count up to the last
-round that has counted, and the figure is those with kills over those without. link: seconds per
+round that has counted, and the figure is those with kills over those without; `--torchft`: of four
+replicas of torchft's DiLoCo (`pip install torchft`), in place of islands. link: seconds per
 step of two islands in an S3 server, over those of a step without rounds. rejoin: seconds of
-bagua.wrap of an island that finds an anchor of so many MB there, and of the same one after it was
-killed, over the time that the bytes take. The last two need root, /dev/net/tun, g++ and
-requirements-mailbox.txt. Prints JSON and keeps it under build/benchmarks/.
+bagua.wrap of an island that finds an anchor of so many MB there, and of the same one when it is
+killed and started again, and from the kill to the first round in which it counts; the other island
+waits for it. `bytes_take`: seconds of the anchor's bytes. The last two need root, /dev/net/tun,
+g++ and `make mailbox`. Prints JSON and keeps it under build/benchmarks/.
 """
 
 import argparse
@@ -22,7 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 from common import machine, write_results
@@ -82,9 +85,64 @@ def island(url, name, notes, options):
         note(ended=step)
 
 
-def start(url, name, notes, options, namespace=None, variables=None):
+def replica_of_torchft(lighthouse, name, notes, options):
+    """As an island: rounds of torchft's DiLoCo."""
+    import torch
+    import torch.distributed as dist
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.local_sgd import DiLoCo
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    width = options["width"]
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.6, nesterov=True)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(),
+        min_replica_size=options["quorum"],
+        use_async_quorum=False,
+        load_state_dict=model.load_state_dict,
+        state_dict=model.state_dict,
+        replica_id=name,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        lighthouse_addr=lighthouse,
+        hostname="127.0.0.1",
+        timeout=timedelta(seconds=10),
+    )
+    rounds = DiLoCo(manager, [model], optimizer, outer, sync_every=options["interval"])
+    with open(notes, "a", buffering=1) as file, rounds:
+        made = 0
+        for step in range(1, options["steps"] + 1):
+            began = time.monotonic()
+            optimizer.zero_grad()
+            model(torch.randn(options["rows"], width)).square().mean().backward()
+            time.sleep(max(0.0, options["seconds"] - (time.monotonic() - began)))
+            optimizer.step()
+            if manager.current_step() > made:
+                made = manager.current_step()
+                file.write(json.dumps({"at": time.monotonic(), "step": step, "round": made}) + "\n")
+
+
+@contextmanager
+def lighthouse():
+    """The address of a process by which replicas of torchft meet."""
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=2000, heartbeat_timeout_ms=2000
+    )
+    yield server.address()
+    server.shutdown()
+
+
+def start(url, name, notes, options, namespace=None, variables=None, kind="--island"):
     enter = [] if namespace is None else ["ip", "netns", "exec", namespace]
-    argv = [*enter, sys.executable, __file__, "--island", url, name, notes, json.dumps(options)]
+    argv = [*enter, sys.executable, __file__, kind, url, name, notes, json.dumps(options)]
     return subprocess.Popen([*map(str, argv)], env={**os.environ, **(variables or {})})
 
 
@@ -96,15 +154,17 @@ def notes_of(path, kind):
 # Under kills.
 
 
-def useful_steps(mean, seconds, options, seed=1):
+def useful_steps(mean, seconds, options, seed=1, torchft=False):
     """Steps that have counted of four islands in that time, and kills."""
     chance, kills, lives = random.Random(seed), 0, []
-    with tempfile.TemporaryDirectory() as folder:
-        url, living = f"{folder}/mailbox", {}
+    with ExitStack() as stack:
+        folder, living = stack.enter_context(tempfile.TemporaryDirectory()), {}
+        url = stack.enter_context(lighthouse()) if torchft else f"{folder}/mailbox"
+        kind = "--torchft" if torchft else "--island"
 
         def begin(number):
             lives.append(f"{folder}/{len(lives)}.jsonl")
-            living[number] = start(url, f"island-{number}", lives[-1], options)
+            living[number] = start(url, f"island-{number}", lives[-1], options, kind=kind)
 
         for number in range(ISLANDS):
             begin(number)
@@ -135,8 +195,9 @@ def useful_steps(mean, seconds, options, seed=1):
 def goodput(arguments):
     options = {"width": 64, "rows": 16, "interval": 100, "overlap": 50, "seconds": 0.05}
     options |= {"steps": 10**9, "quorum": 2, "grace": 2.0, "together": []}
-    without, _ = useful_steps(None, arguments.seconds, options)
-    steps, kills = useful_steps(arguments.mean, arguments.seconds, options)
+    of = arguments.torchft
+    without, _ = useful_steps(None, arguments.seconds, options, torchft=of)
+    steps, kills = useful_steps(arguments.mean, arguments.seconds, options, torchft=of)
     return {"kills": kills, "steps": steps, "without": without, "goodput": steps / without}
 
 
@@ -201,36 +262,53 @@ def link(arguments):
 
 def rejoin(arguments):
     parameters = arguments.anchor * 1e6 / 8  # anchor and momentum in float32
-    options = {"width": int((parameters / 2) ** 0.5), "rows": 1, "interval": 1000, "overlap": 0}
-    options |= {"seconds": 0.0, "steps": 1, "quorum": 1, "grace": 1.0, "together": []}
-    stack, url, (space,), variables = over_a_link(arguments.rate, 1, 1)
-    seconds = []
+    options = {"width": int((parameters / 2) ** 0.5), "rows": 1, "interval": 4, "overlap": 0}
+    options |= {"seconds": 0.0, "steps": 10**9, "quorum": 2, "grace": None, "together": []}
+    stack, url, spaces, variables = over_a_link(arguments.rate, 1, 2)
     with stack, tempfile.TemporaryDirectory() as folder:
-        for number, steps in enumerate((1, 10**9, 1)):
-            notes, given = f"{folder}/{number}.jsonl", {**options, "steps": steps}
-            name = "first" if number == 0 else "second"
-            process = start(url, name, notes, given, space, variables)
-            if steps > 1:
-                while not notes_of(notes, "wrapped") and process.poll() is None:
-                    time.sleep(0.1)
-                process.kill()
-                process.wait()
-            else:
-                ended_well([process])
-            seconds.append(notes_of(notes, "wrapped")[0]["wrapped"])
+
+        def begin(name, notes, space):
+            process = start(url, name, notes, options, space, variables)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            return process
+
+        def until(notes, kind, process):
+            while not notes_of(notes, kind):
+                if process.poll() is not None:
+                    sys.exit(f"bench_mailbox: an island ended with status {process.returncode}")
+                time.sleep(0.02)
+            return notes_of(notes, kind)[0]
+
+        notes = [f"{folder}/{number}.jsonl" for number in range(3)]
+        first = begin("first", notes[0], spaces[0])
+        until(notes[0], "wrapped", first)
+        second = begin("second", notes[1], spaces[1])
+        until(notes[1], "step", second)
+        second.kill()
+        second.wait()
+        killed = time.monotonic()
+        again = begin("second", notes[2], spaces[1])
+        common = until(notes[2], "step", again)["at"] - killed
+        wraps = [until(each, "wrapped", again)["wrapped"] for each in notes[1:]]
+        wrapped = notes_of(notes[2], "wrapped")[0]["at"] - killed
     bytes_take = arguments.anchor * 8 / arguments.rate
-    return {"bytes_take": bytes_take, "comes": seconds[1], "after_a_kill": seconds[2]}
+    found = {"comes": wraps[0], "after_a_kill": wraps[1], "kill_to_wrapped": wrapped}
+    most = 1.3 * bytes_take + 5
+    return {"bytes_take": bytes_take, **found, "kill_to_round": common, "most": most}
 
 
 def main():
-    if sys.argv[1:2] == ["--island"]:
-        url, name, notes, options = sys.argv[2:]
-        return island(url, name, notes, json.loads(options))
+    if len(sys.argv) == 6:
+        kind, url, name, notes, options = sys.argv[1:]
+        trains = {"--island": island, "--torchft": replica_of_torchft}[kind]
+        return trains(url, name, notes, json.loads(options))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     ways = {"goodput": goodput, "link": link, "rejoin": rejoin}
     parser.add_argument("what", nargs="?", default="goodput", choices=ways)
     parser.add_argument("--mean", type=float, default=30, help="seconds between kills")
     parser.add_argument("--seconds", type=float, default=150, help="of each of the two runs")
+    parser.add_argument("--torchft", action="store_true", help="goodput of torchft's DiLoCo")
     parser.add_argument("--rate", type=float, help="Mbit/s; 20 of link, 1000 of rejoin")
     parser.add_argument("--rtt", type=float, default=100, help="milliseconds, of link")
     parser.add_argument("--anchor", type=float, default=940, help="MB, of rejoin")
