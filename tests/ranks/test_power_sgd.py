@@ -64,11 +64,15 @@ def warnings_by_optimizer():
     class MuonWithAux(torch.optim.SGD):
         pass
 
+    class FrozenAdamW(torch.optim.AdamW):
+        freezes_second_moment = True
+
     makers = {
         "sgd": training.sgd,
         "adamw": lambda m: torch.optim.AdamW(m.parameters()),
         "muon": lambda m: MuonWithAux(m.parameters(), lr=0.1),
         "qadam": lambda m: QAdamOptimizer(m.parameters()),
+        "frozen": lambda m: FrozenAdamW(m.parameters()),
     }
     said = {}
     for name, make_optimizer in makers.items():
@@ -83,7 +87,7 @@ def warnings_by_optimizer():
 def test_adaptive_optimizers_and_muon_are_warned_of_at_the_wrap(ranks):
     [said] = ranks(1, warnings_by_optimizer)
     for (optimizer, algorithm), texts in said.items():
-        if algorithm == "ByteGradAlgorithm" or optimizer in ("sgd", "qadam"):
+        if algorithm == "ByteGradAlgorithm" or optimizer in ("sgd", "qadam", "frozen"):
             assert texts == [], (optimizer, algorithm)
             continue
         [text] = texts

@@ -15,7 +15,6 @@ from bagua._core.state.bagua_tensor import record_of
 from bagua._core.state.ledger import Ledger
 from bagua._ops import operations
 from bagua._ops.operations import Operation
-from bagua.torch_api.algorithms._q_adam_optimizer import QAdamOptimizer
 from bagua.torch_api.algorithms.base import Groups, Traits, WarmUpImpl, name_of
 from bagua.torch_api.bucket import BaguaBucket
 
@@ -154,14 +153,15 @@ class ErrorFeedbackImpl(WarmUpImpl):
 def _warn_of_other_steps(owner: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Warn of the first optimizer that is adaptive, or Muon.
 
-    QAdamOptimizer freezes its second moment, which compressed gradients then do not change.
+    One that freezes its second moment, which compressed gradients then do not change, says so by
+    an attribute ``freezes_second_moment``.
     """
     for optimizer in optimizers:
         name = type(optimizer).__name__
         adaptive = any("betas" in group for group in optimizer.param_groups)
         if "muon" in name.lower():
             why = "makes all singular values of a step equal, those of the compression error too"
-        elif adaptive and not isinstance(optimizer, QAdamOptimizer):
+        elif adaptive and not getattr(optimizer, "freezes_second_moment", False):
             why = "divides by a second moment that rare, large sums of compressed gradients raise"
         else:
             continue

@@ -60,6 +60,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
         model = bagua.wrap(model, [optimizer], QAdamAlgorithm(optimizer))
     """
 
+    freezes_second_moment = True  # after the warm-up
     _source: weakref.ref[QAdamAlgorithmImpl] | None = None  # copies and pickles have none
 
     def __init__(
