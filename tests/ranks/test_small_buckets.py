@@ -1,5 +1,6 @@
 """Buckets that are too small to gain by compression stay exact, by themselves."""
 
+import bagua.fsdp
 import torch
 import torch.distributed as dist
 from bagua import comm_hooks
@@ -7,9 +8,11 @@ from bagua.torch_api.algorithms import ByteGradAlgorithm
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from oracle.weighted_mean import weighted_mean
 from ranks.test_groups_and_nodes import environment_of_nodes
-from support import training
+from support import sharded, training
 from support.error_feedback import owed
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 CODECS = ("block_uint8", "minmax_uint8", "int4_block", "bit2_block", "fp16")
@@ -173,3 +176,42 @@ def test_residuals_of_a_bucket_that_is_exact_among_more_ranks_are_added_to_its_m
         assert set(operations) == {"CompressedAllReduce"}
         for name, error in owed(again, names).items():
             torch.testing.assert_close(error, kept[name], rtol=1e-6, atol=1e-7)
+
+
+@sharded.with_torch_group
+def shards(shape, options):
+    """Bits of a small module's gradient beside those of torch alone, and its operations."""
+    found, names = [], ("replicate", "shard")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names[-len(shape) :])
+    for compresses in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(1, 40, bias=False), nn.Linear(40, 200, bias=False))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        if compresses:
+            handle = bagua.fsdp.compress(model, **options)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        model(torch.randn(3, 1, generator=generator)).square().sum().backward()
+        model.reshard()
+        found.append(training.bits([model[0].weight.grad.to_local()]))
+    by_name = {bucket["name"]: bucket["ops"][0] for bucket in handle.stats()["buckets"]}
+    return found, by_name
+
+
+def test_small_modules_of_fsdp_are_exact(ranks):
+    for shape, options in (
+        ((2,), {}),
+        ((2,), {"weights": True}),
+        ((2, 2), {}),
+        ((2, 2), {"reduce_scatter": True, "codec": "int4_block"}),
+    ):
+        for (own, theirs), ops in ranks(int(torch.tensor(shape).prod()), shards, shape, options):
+            if not options.get("weights"):  # the next layer's are rounded
+                assert own == theirs
+            small = {name: op for name, op in ops.items() if name.startswith("0.")}
+            assert small
+            assert all(op.startswith("AllReduce(") for op in small.values())
+            large = [op for name, op in ops.items() if name.startswith("1.")]
+            assert large
+            assert all(op.startswith("Compressed") for op in large)

@@ -32,7 +32,7 @@ def with_torch_group(function):
 def plain():
     """Three layers whose sizes no number of ranks divides, equal on all ranks."""
     torch.manual_seed(0)
-    layers = [nn.Linear(5, 41), nn.Tanh(), nn.Linear(41, 23), nn.Tanh(), nn.Linear(23, 3)]
+    layers = [nn.Linear(5, 41), nn.Tanh(), nn.Linear(41, 61), nn.Tanh(), nn.Linear(61, 3)]
     return nn.Sequential(*layers)
 
 

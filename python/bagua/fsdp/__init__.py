@@ -22,7 +22,7 @@ from bagua._core.state.ledger import Ledger, Page
 from bagua._core.state.saved_values import check_state
 from bagua._core.state.shards import is_sharded, refuse_unaveraged, reshard
 from bagua._core.state.snapshot import guard_of, ignored_names
-from bagua._ops.operations import Lane, codec_named
+from bagua._ops.operations import Lane, codec_named, worth_encoding
 from bagua._sync.handle import LaneHandle
 from bagua._sync.hooks import outside_graphs_lazily
 from bagua._sync.samples import SaidSamples
@@ -140,6 +140,7 @@ class Handle(LaneHandle):
         super().__init__(model_name, lane, wrap, ledger)
         self._groups = groups
         self._members = members
+        self._codec_name = options.codec
         self._codec = _C.make_codec(options.codec, str(lane.device))
         self._operations: dict[tuple[Any, ...], _C.BucketOperations] = {}
         outcome = _C.RoundOutcome()
@@ -190,8 +191,11 @@ class Handle(LaneHandle):
         self.rounds.reduce(module, "shards")
         memory = self._memories.get((module, "shards"))
         members = self._of(module, group, self._groups.shards)
+        exact = memory is None and self.is_small(flat, members.size)
 
         def make() -> _C.BucketOp:
+            if exact:
+                return _C.AllReduce(members, _C.ReduceOp.SUM)
             return _C.CompressedReduceScatter(
                 members,
                 self._codec,
@@ -203,7 +207,14 @@ class Handle(LaneHandle):
 
         if memory is not None:
             self._check_numel(module, flat, memory)
-        self._run(f"{module}.gradients", flat, (divisor,), make)
+        self._run(f"{module}.gradients", flat, (divisor, exact), make)
+        if exact:
+            flat.div_(divisor)
+
+    def is_small(self, flat: torch.Tensor, parts: int) -> bool:
+        """Whether so many parts of ``flat`` would gain nothing by the codec; equal on all ranks."""
+        part = max(1, -(-flat.numel() // parts))
+        return not worth_encoding(self._codec_name, flat.dtype, part)
 
     def multiply(self, module: str, flat: torch.Tensor) -> None:
         """Before torch reduces ``flat`` over shards: the replicas' sum is divided by all samples.
@@ -226,8 +237,11 @@ class Handle(LaneHandle):
         shards = self._groups.shards
         memory = self._memories.get((module, "replicas"))
         op = _C.ReduceOp.AVG if mean else _C.ReduceOp.SUM
+        exact = memory is None and self.is_small(flat, members.size)
 
         def make() -> _C.BucketOp:
+            if exact:
+                return _C.AllReduce(members, op)
             return _C.CompressedAllReduce(
                 members,
                 self._codec,
@@ -240,7 +254,7 @@ class Handle(LaneHandle):
 
         if memory is not None:
             self._check_numel(module, flat, memory)
-        self._run(f"{module}.replicas", flat, (mean,), make, weighed)
+        self._run(f"{module}.replicas", flat, (mean, exact), make, weighed)
 
     def all_gather(self, module: str, flat: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Fill ``flat``, 1-D, of which this rank's part is there, with the parts of all ranks."""

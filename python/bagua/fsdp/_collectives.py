@@ -93,7 +93,8 @@ class AllGather(_Collective):
         if torch._C._current_graph_task_id() < 0:
             self._handle.rounds.end()
         # torch joins parameters of several dtypes as bytes.
-        if not self._compressed or output_tensor.dtype not in _FLOATING:
+        floating = output_tensor.dtype in _FLOATING
+        if not (self._compressed and floating) or self._handle.is_small(input_tensor, 1):
             with self._handle.outside_the_lane(_GATHERING, self._module):
                 work: dist.Work | None = _all_gather(
                     output_tensor, input_tensor, group=group, async_op=async_op
