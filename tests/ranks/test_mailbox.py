@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 NAMES = "oslo", "paris", "rome"
 RULE = OuterSGD(0.7, 0.3)
 SOON = 0.01  # seconds of grace
+PATIENT = box._LOOKS, box._BETWEEN_FIRST_AND_LAST  # before a test is hasty
 
 
 def island(folder, name, *, seed=0, group=None, mailbox=None, model=None, **arguments):
@@ -849,6 +851,103 @@ def test_bad_files_are_refused_by_name_while_training_goes_on(ranks, tmp_path):
     names = "from-replay", "from-rome", "from-paris", "from-nobody", "from-huge", "from-link"
     for name in ("manifest-0", "alien", *names):
         assert any(f"round-000000001/{name}" in text for text in refused), (name, said)
+
+
+def lags(place, seen):
+    """Listings are those of the look before, the first one empty."""
+    names = place.names
+
+    def before(folder):
+        old, seen[folder] = seen.get(folder, []), names(folder)
+        return old
+
+    place.names = before
+
+
+def stale(place, seen):
+    """Of a file that is there the first read finds nothing."""
+    read = place.read
+
+    def late(name, most):
+        found, known = read(name, most), name in seen
+        if found is not None:
+            seen[name] = True
+        return found if known else None
+
+    place.read = late
+
+
+def partial_at_first(place, seen):
+    """Of a file that is there the first read finds the first half."""
+    read = place.read
+
+    def half(name, most):
+        found, known = read(name, most), name in seen
+        if found is not None:
+            seen[name] = True
+        return found if known or found is None else found[: len(found) // 2]
+
+    place.read = half
+
+
+def delivers_twice(place, seen):
+    """A file is created again by who has created it."""
+    create = place.create
+
+    def twice(name, data):
+        made = create(name, data)
+        seen[name] = create(name, data)
+        return made
+
+    place.create = twice
+
+
+def clocks_apart(place, seen):
+    """The clock of an island's machine, and its files' times, are hours from the other's."""
+    create, names = place.create, place.names
+    hours = 5.0 if place._owner == "oslo" else -7.0
+
+    def apart(call, *arguments):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(time, "time", lambda: TIME() + hours * 3600)
+            return call(*arguments)
+
+    def created(name, data):
+        made = apart(create, name, data)
+        os.utime(os.path.join(place.url, name), (0.0, TIME() + hours * 3600))
+        return made
+
+    place.create, place.names = created, lambda folder: apart(names, folder)
+
+
+TIME = time.time
+
+
+@training.with_group
+def where_a_storage_is_lax(folder, fault):
+    """Rounds, late rounds, bits of anchors and refusals of two islands."""
+    box._LOOKS, box._BETWEEN_FIRST_AND_LAST = PATIENT
+    own = {"overlap_steps": 1, "codec": "int4_block", "mailbox": {"quorum": 2, "grace": None}}
+    made = [island(folder, name, **own) for name in NAMES[:2]]
+    for model, _ in made:
+        fault(model.bagua_algorithm._ranks._post.box.place, {})
+
+    def both():
+        for step in range(7):
+            for name, each in zip(NAMES, made, strict=False):
+                train(*each, range(step, step + 1), len(name))
+
+    said = training.warnings_of(both)
+    outer = [model.bagua_stats()["outer"] for model, _ in made]
+    found = [(each["rounds"], each["late_rounds"]) for each in outer]
+    refused = [text for text in said if "is refused" in text]
+    return found, len({anchor_bits(model) for model, _ in made}), refused
+
+
+@pytest.mark.parametrize("fault", [lags, stale, partial_at_first, delivers_twice, clocks_apart])
+def test_islands_meet_where_a_storage_is_lax(ranks, tmp_path, fault):
+    ((found, bits, refused),) = ranks(1, where_a_storage_is_lax, str(tmp_path), fault)
+    assert (found, bits, refused) == ([(3, 0)] * 2, 1, [])
 
 
 @training.with_group
