@@ -4,15 +4,15 @@
     python benchmarks/bench_mailbox.py link [--rate 20] [--rtt 100]
     python benchmarks/bench_mailbox.py rejoin [--anchor 940] [--rate 1000]
 
-goodput: four islands in a folder train without a fault, then while one of them is killed after
-drawn times of `--mean` seconds, and is started again a second later. Steps count up to the last
-round that has counted, and the figure is those with kills over those without; `--torchft`: of four
-replicas of torchft's DiLoCo (`pip install torchft`), in place of islands. link: seconds per
-step of two islands in an S3 server, over those of a step without rounds. rejoin: seconds of
-bagua.wrap of an island that finds an anchor of so many MB there, and of the same one when it is
-killed and started again, and from the kill to the first round in which it counts; the other island
-waits for it. `bytes_take`: seconds of the anchor's bytes. The last two need root, /dev/net/tun,
-g++ and `make mailbox`. Prints JSON and keeps it under build/benchmarks/.
+goodput: four islands in a folder train while one of them is killed after drawn times of `--mean`
+seconds, and is started again a second later; beside them four train that nobody kills. Steps count
+up to the last round that has counted, and the figure is those with kills over those without.
+`--torchft`: of replicas of torchft's DiLoCo (`pip install torchft`), in place of islands. link:
+seconds per step of two islands in an S3 server, over those of a step without rounds. rejoin:
+seconds of bagua.wrap of an island that finds an anchor of so many MB there, and of the same one
+when it is killed and started again, and from the kill to the first round in which it counts; the
+other island waits for it. `bytes_take`: seconds of the anchor's bytes. The last two need root,
+/dev/net/tun, g++ and `make mailbox`. Prints JSON and keeps it under build/benchmarks/.
 """
 
 import argparse
@@ -154,50 +154,66 @@ def notes_of(path, kind):
 # Under kills.
 
 
-def useful_steps(mean, seconds, options, seed=1, torchft=False):
-    """Steps that have counted of four islands in that time, and kills."""
-    chance, kills, lives = random.Random(seed), 0, []
-    with ExitStack() as stack:
-        folder, living = stack.enter_context(tempfile.TemporaryDirectory()), {}
-        url = stack.enter_context(lighthouse()) if torchft else f"{folder}/mailbox"
-        kind = "--torchft" if torchft else "--island"
+class Islands:
+    """Four islands, or replicas of torchft, in a folder that goes with the stack."""
 
-        def begin(number):
-            lives.append(f"{folder}/{len(lives)}.jsonl")
-            living[number] = start(url, f"island-{number}", lives[-1], options, kind=kind)
-
+    def __init__(self, stack, options, torchft):
+        self._folder = stack.enter_context(tempfile.TemporaryDirectory())
+        self._url = stack.enter_context(lighthouse()) if torchft else f"{self._folder}/mailbox"
+        self._kind, self._options = "--replica" if torchft else "--island", options
+        self._lives, self._living = [], {}
+        stack.callback(self._end)
         for number in range(ISLANDS):
-            begin(number)
-        while not all(notes_of(each, "step") for each in lives):
-            time.sleep(0.1)
-        began = time.monotonic()
-        due = began + chance.expovariate(1 / mean) if mean else float("inf")
-        while time.monotonic() < began + seconds:
-            time.sleep(0.05)
-            if time.monotonic() > due:
-                victim, kills = chance.randrange(ISLANDS), kills + 1
-                living[victim].kill()
-                living[victim].wait()
-                time.sleep(1.0)
-                begin(victim)
-                due = time.monotonic() + chance.expovariate(1 / mean)
-        for process in living.values():
+            self._begin(number)
+
+    def _begin(self, number):
+        self._lives.append(f"{self._folder}/{len(self._lives)}.jsonl")
+        name, options = f"island-{number}", self._options
+        self._living[number] = start(self._url, name, self._lives[-1], options, kind=self._kind)
+
+    def _end(self):
+        for process in self._living.values():
             process.kill()
             process.wait()
+
+    def all_train(self):
+        return all(notes_of(each, "step") for each in self._lives)
+
+    def kill(self, number):
+        """And start it again a second later."""
+        self._living[number].kill()
+        self._living[number].wait()
+        time.sleep(1.0)
+        self._begin(number)
+
+    def useful_steps(self, began):
+        """Steps since then that have counted."""
         total = 0
-        for each in lives:
-            counted = [0] + [n["step"] for n in notes_of(each, "step") if n["at"] > began]
-            before = [n["step"] for n in notes_of(each, "step") if n["at"] <= began]
-            total += max(0, counted[-1] - (before or [0])[-1])
-        return total, kills
+        for each in self._lives:
+            notes = notes_of(each, "step")
+            counted = [n["step"] for n in notes if n["at"] > began]
+            before = [n["step"] for n in notes if n["at"] <= began]
+            total += max(0, (counted or [0])[-1] - (before or [0])[-1])
+        return total
 
 
 def goodput(arguments):
     options = {"width": 64, "rows": 16, "interval": 100, "overlap": 50, "seconds": 0.05}
     options |= {"steps": 10**9, "quorum": 2, "grace": 2.0, "together": []}
-    of = arguments.torchft
-    without, _ = useful_steps(None, arguments.seconds, options, torchft=of)
-    steps, kills = useful_steps(arguments.mean, arguments.seconds, options, torchft=of)
+    chance, kills = random.Random(1), 0
+    with ExitStack() as stack:
+        struck, calm = (Islands(stack, options, arguments.torchft) for _ in range(2))
+        while not (struck.all_train() and calm.all_train()):
+            time.sleep(0.1)
+        began = time.monotonic()
+        due = began + chance.expovariate(1 / arguments.mean)
+        while time.monotonic() < began + arguments.seconds:
+            time.sleep(0.05)
+            if time.monotonic() > due:
+                struck.kill(chance.randrange(ISLANDS))
+                kills += 1
+                due = time.monotonic() + chance.expovariate(1 / arguments.mean)
+        steps, without = struck.useful_steps(began), calm.useful_steps(began)
     return {"kills": kills, "steps": steps, "without": without, "goodput": steps / without}
 
 
@@ -299,15 +315,15 @@ def rejoin(arguments):
 
 
 def main():
-    if len(sys.argv) == 6:
-        kind, url, name, notes, options = sys.argv[1:]
-        trains = {"--island": island, "--torchft": replica_of_torchft}[kind]
+    trains = {"--island": island, "--replica": replica_of_torchft}.get("".join(sys.argv[1:2]))
+    if trains is not None:
+        url, name, notes, options = sys.argv[2:]
         return trains(url, name, notes, json.loads(options))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     ways = {"goodput": goodput, "link": link, "rejoin": rejoin}
     parser.add_argument("what", nargs="?", default="goodput", choices=ways)
     parser.add_argument("--mean", type=float, default=30, help="seconds between kills")
-    parser.add_argument("--seconds", type=float, default=150, help="of each of the two runs")
+    parser.add_argument("--seconds", type=float, default=150, help="of goodput")
     parser.add_argument("--torchft", action="store_true", help="goodput of torchft's DiLoCo")
     parser.add_argument("--rate", type=float, help="Mbit/s; 20 of link, 1000 of rejoin")
     parser.add_argument("--rtt", type=float, default=100, help="milliseconds, of link")
