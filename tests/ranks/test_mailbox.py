@@ -8,6 +8,7 @@ import gc
 import io
 import itertools
 import os
+import random
 import shutil
 import signal
 import threading
@@ -851,6 +852,39 @@ def test_bad_files_are_refused_by_name_while_training_goes_on(ranks, tmp_path):
     names = "from-replay", "from-rome", "from-paris", "from-nobody", "from-huge", "from-link"
     for name in ("manifest-0", "alien", *names):
         assert any(f"round-000000001/{name}" in text for text in refused), (name, said)
+
+
+@training.with_group
+def among_many_bad_files(folder, rounds, count):
+    """Files that are refused by name, of so many in each round, and the rounds made."""
+    hasty()
+    folder, draw = Path(folder), random.Random(11)
+    model, optimizer = island(
+        folder, "oslo", mailbox={"secret": "of all islands, 16 bytes", "keep": 4}
+    )
+    other = island(folder / "other", "rome", mailbox={"secret": "of another mailbox!!"})
+    train(*other, range(2))
+    train(model, optimizer, range(2))
+    (good,) = (each.read_bytes() for each in folder.glob("round-000000000/from-oslo-*"))
+    (forged,) = (each.read_bytes() for each in folder.glob("other/round-000000000/from-rome-*"))
+    refused = set()
+    for number in range(1, rounds + 1):
+        place = folder / f"round-{number:09d}"
+        place.mkdir()
+        for i in range(count):
+            cut = good[: draw.randrange(len(good))]
+            name = "alien" if i % 5 == 4 else f"from-island{i}"
+            with open(place / f"{name}-{draw.randrange(2**64):016x}", "wb") as file:
+                file.write([forged, good, cut, b"", b"alien"][i % 5])
+                if i % 5 == 3:
+                    file.truncate(2**40)
+        said = training.warnings_of(lambda: train(model, optimizer, range(2)))
+        refused |= {text.partition(" is refused: ")[0] for text in said if " is refused: " in text}
+    return len(refused), model.bagua_algorithm.outer_rounds
+
+
+def test_ten_thousand_bad_files_are_refused_by_name_while_training_goes_on(ranks, tmp_path):
+    assert ranks(1, among_many_bad_files, str(tmp_path), 40, 250) == [(10_000, 41)]
 
 
 def lags(place, seen):
