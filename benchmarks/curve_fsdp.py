@@ -1,8 +1,8 @@
 """Loss of a model sharded by torch's FSDP2 whose gradients, or weights too, are sent compressed.
 
-    python benchmarks/curve_fsdp.py [--ranks 2] [--seeds 0 1 2] [--steps 300]
+    python benchmarks/curve_fsdp.py [--task digits] [--ranks 2] [--seeds 0 1 2] [--steps 300]
 
-The text task of curves.py. Held-out loss of the exact shards, as a checkpoint has them, and of the
+A task of curves.py. Held-out loss of the exact shards, as a checkpoint has them, and of the
 weights that a forward gathers. Prints JSON and keeps it under build/benchmarks/.
 """
 
@@ -20,6 +20,7 @@ from rank_processes import figures_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+LAYERS = (nn.TransformerEncoderLayer, nn.Conv2d)
 HELD_OUT = 1000  # windows
 #: Arguments of compress(); None: it is not called.
 ARMS = {
@@ -36,14 +37,14 @@ ARMS = {
 
 
 class Sharded(Training):
-    """A training whose model FSDP2 has sharded, a module per layer of its transformer."""
+    """A training whose model FSDP2 has sharded, a module per layer."""
 
     def wrap(self):
         import bagua.fsdp
 
         self.plain = copy.deepcopy(self.model)
         for module in list(self.model.modules()):
-            if isinstance(module, nn.TransformerEncoderLayer):
+            if isinstance(module, LAYERS):
                 fully_shard(module)
         fully_shard(self.model)
         options = ARMS[self.arm]
@@ -70,7 +71,7 @@ def run_rank(arguments):
 
     torch.set_num_threads(1)
     bagua.init_process_group(backend="gloo")
-    task = TASKS["text"]
+    task = TASKS[arguments.task]
     data = task.data(bagua.get_rank(), bagua.get_world_size())
     figures = {}
     for arm in arguments.arms:
@@ -94,6 +95,7 @@ def run_rank(arguments):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--task", default="text", choices=list(TASKS))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
@@ -102,8 +104,9 @@ def main():
     arguments = parser.parse_args()
     if arguments.rank_output:
         return run_rank(arguments)
-    options = ["--steps", arguments.steps, "--seeds", *arguments.seeds, "--arms", *arguments.arms]
-    result = {"machine": machine(), "steps": arguments.steps, "ranks": arguments.ranks}
+    options = ["--task", arguments.task]
+    options += ["--steps", arguments.steps, "--seeds", *arguments.seeds, "--arms", *arguments.arms]
+    result = {"machine": machine(), "task": arguments.task, "steps": arguments.steps}
     result["arms"] = figures_of("none", __file__, options, arguments.ranks)
     print(json.dumps(result, indent=2))
     write_results("curve_fsdp", result)
