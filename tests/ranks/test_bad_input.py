@@ -28,12 +28,12 @@ OUTER_SGD = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9)
 
 #: Another model on the last rank: how it is changed before the wrap, and what the others then read.
 MODELS = [
-    (lambda model: model.__setitem__(2, nn.Linear(7, 4)), "parameter 2.weight: (4, 7)"),
-    (lambda model: model.double(), "parameter 0.weight: (7, 5) torch.float64 cpu"),
+    (lambda model: model.__setitem__(2, nn.Linear(20, 4)), "parameter 2.weight: (4, 20)"),
+    (lambda model: model.double(), "parameter 0.weight: (20, 5) torch.float64 cpu"),
     (lambda model: model.__delitem__(2), "buffer 1.running_mean"),
     (
         lambda model: model[0].weight.requires_grad_(False),
-        "parameter 0.weight: (7, 5) torch.float32 cpu frozen",
+        "parameter 0.weight: (20, 5) torch.float32 cpu frozen",
     ),
     (
         lambda model: model.register_buffer("counts", torch.zeros(2)),
@@ -41,7 +41,7 @@ MODELS = [
     ),
     (
         lambda model: setattr(model, "_bagua_params_and_buffers_to_ignore", ["0.weight"]),
-        "parameter 0.bias: (7,) torch.float32 cpu",
+        "parameter 0.bias: (20,) torch.float32 cpu",
     ),
 ]
 #: Other arguments of the wrap on the last rank, and a part of what is said about it.

@@ -32,7 +32,7 @@ def with_bagua_group(function, timeout=TIMEOUT):
 def network(outputs=3):
     """Three layers and a buffer, equal on all ranks."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, outputs))
+    return nn.Sequential(nn.Linear(5, 20), nn.BatchNorm1d(20), nn.Linear(20, outputs))
 
 
 def wrapped(model=None, algorithm=None, **options):
