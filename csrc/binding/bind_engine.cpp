@@ -190,7 +190,7 @@ void bind_rounds(py::module_& m) {
       .def("settle", &Engine::settle, ReleaseGil())
       .def("fail", &Engine::fail, py::arg("reason"), py::arg("timed_out"), ReleaseGil())
       .def("abort", &Engine::abort, py::arg("reason"), ReleaseGil())
-      .def("stop", &Engine::stop, ReleaseGil())
+      .def("stop", &Engine::stop, py::arg("agreed") = false, ReleaseGil())
       .def_property_readonly("round", &Engine::round)
       .def_property_readonly("round_open", &Engine::round_open)
       .def_property_readonly("weight", &Engine::weight)

@@ -388,9 +388,9 @@ Engine::Engine(std::vector<Lane> lanes, EngineOptions options)
 
 Engine::~Engine() { stop(); }
 
-void Engine::stop() noexcept {
+void Engine::stop(bool agreed) noexcept {
   if (!state_.here()) return;
-  if (state_->stop("the engine of module '" + state_->core.name + "' was stopped")) {
+  if (state_->stop("the engine of module '" + state_->core.name + "' was stopped", agreed)) {
     state_->leave_lanes();
   }
 }

@@ -159,8 +159,9 @@ class Engine {
   // Ends everything: wait() and later calls throw `reason` on this and, published, on other ranks.
   void abort(const std::string& reason) noexcept;
 
-  // Stops the lanes. Called by the destructor; idempotent.
-  void stop() noexcept;
+  // Stops the lanes. Called by the destructor; idempotent. `agreed`: all ranks do so after the same
+  // round, which costs no request to the store.
+  void stop(bool agreed = false) noexcept;
 
   EngineStats stats() const;
   const Bucket& bucket(size_t index) const;

@@ -135,7 +135,7 @@ bool LaneCore::await(std::unique_lock<std::mutex>& lock, Deadline deadline,
   return true;
 }
 
-bool LaneCore::stop(const std::string& reason) noexcept {
+bool LaneCore::stop(const std::string& reason, bool agreed) noexcept {
   int64_t rounds = 0;
   bool failed = false;
   std::string error;
@@ -151,10 +151,10 @@ bool LaneCore::stop(const std::string& reason) noexcept {
   changed.notify_all();
   // A rank that failed has published that: its exit is the consequence, not the cause.
   if (core.board && !failed) {
-    if (error.empty()) {
-      core.board->publish_exit(rounds);
-    } else {
+    if (!error.empty()) {
       core.board->publish(error, Blame::kThisRank);
+    } else if (!agreed) {
+      core.board->publish_exit(rounds);
     }
   }
   interrupt();

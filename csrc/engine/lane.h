@@ -88,7 +88,8 @@ struct LaneCore : std::enable_shared_from_this<LaneCore> {
 
   // Publishes the exit, or the error that led to it, and ends the threads. If one has to be left in
   // a transport, the communicators are aborted with `reason`. False if it was called before.
-  bool stop(const std::string& reason) noexcept;
+  // `agreed`: all ranks stop after the same round, so that nobody will ask for this rank's exit.
+  bool stop(const std::string& reason, bool agreed = false) noexcept;
   void abort_communicators(const std::string& reason) const noexcept;
 
   // The scheduler's part. position(), rounds_done(), error_of_caller(): under the lock.

@@ -189,7 +189,7 @@ LONG_RTT_MS = 400
 #: Of a model whose gradients are a packet.
 ROUND_TRIPS_OF_ACTS = {"wrap": 12, "save": 6}
 #: From the end of a round after which a member leaves until the others can begin the next.
-ROUND_TRIPS_OF_A_CHANGE = 18
+ROUND_TRIPS_OF_A_CHANGE = 12
 
 
 def seconds_in(end, what):

@@ -281,6 +281,8 @@ class ElasticRanks(FixedRanks):
                     report, self._elastic.quorum, failed=self.failure is not None
                 )
             self._warn(name, report, change)
+            if self.failure is None:
+                loop.engine.stop(agreed=True)  # all that go on have ended the last round
             self._enter(change)
             failure = None
             try:
@@ -314,6 +316,10 @@ class ElasticRanks(FixedRanks):
     def inherited_state(self) -> OuterState | None:
         """A copy of the state before: a change that fails leaves it unchanged."""
         return None if self._before is None else self._before.state.copy()
+
+    @property
+    def agrees(self) -> bool:
+        return self._transfer is not None
 
     def begin(self, loop: OuterLoop) -> None:
         self._loop = weakref.ref(loop)

@@ -94,7 +94,7 @@ class OuterLoop(Synchronizer):
     ) -> None:
         super().__init__()
         self._connections = group.connections
-        plan = build(buckets, group, local.name)
+        plan = build(buckets, group, local.name, agrees_next=ranks.agrees)
         self.engine = plan.engine
         self.communicators, self.lanes = plan.communicators, plan.lanes
         self.state = state

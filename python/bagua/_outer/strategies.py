@@ -134,6 +134,11 @@ class FixedRanks:
         """The state that a new plan goes on with; None: it begins."""
         return None
 
+    @property
+    def agrees(self) -> bool:
+        """Whether :meth:`begin` is a collective call of all ranks."""
+        return False
+
     def begin(self, loop: OuterLoop) -> None:
         """A plan has just been built: agree on what it goes on with."""
 

@@ -146,13 +146,19 @@ def build(
     group: BaguaProcessGroup,
     name: str,
     weights: _C.WeightsSample | None = None,
+    *,
+    agrees_next: bool = False,
 ) -> Plan:
-    """Build the engine of a module. Every rank of ``group`` calls it, with equal buckets."""
+    """Build the engine of a module. Every rank of ``group`` calls it, with equal buckets.
+
+    ``agrees_next``: the caller's next act is a collective call of all ranks.
+    """
     with group.connections.collective_phase(f"connecting module '{name}'"):
         plan = _build(buckets, group, name, weights)
         # Gloo's connect may return here while another rank is still inside; it would fail there if
         # this rank replaced the plan, or ended, at once.
-        group.connections.reduce_numbers(f"connecting module '{name}'", _C.ReduceOp.SUM, 0)
+        if not agrees_next:
+            group.connections.reduce_numbers(f"connecting module '{name}'", _C.ReduceOp.SUM, 0)
         return plan
 
 
