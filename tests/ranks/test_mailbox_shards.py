@@ -1,4 +1,4 @@
-"""Islands of a mailbox whose ranks hold shards, by torch's FSDP2."""
+"""Islands of a mailbox whose ranks hold shards: FSDP2, HSDP, stages of a pipeline."""
 
 import copy
 import functools
@@ -536,6 +536,153 @@ def test_an_island_of_one_rank_by_fsdp_meets_a_plain_one(ranks, tmp_path):
     assert ranks(1, of_one_rank, str(tmp_path)) == [(["from", "manifest"], True)]
 
 
+# Shards that several ranks hold, and stages.
+
+
+def by_hsdp():
+    """A network that two pairs of ranks hold, in shards."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return by_fsdp(network(), mesh)
+
+
+SHARED = {"codec": "int4_block", "weight": "samples", "mailbox": {"keep": 1}}
+
+
+@with_islands
+def of_copies(folder):
+    """(anchors of this rank, whole anchors, of two islands; files of rounds; what each sent)."""
+    hasty(silence=0.5)
+    made = [island(folder, name, model=by_hsdp(), **SHARED) for name in NAMES[:2]]
+    for step in range(9):
+        for model, optimizer in made:
+            train(model, optimizer, range(step, step + 1), samples=1 + dist.get_rank())
+    for model, _ in made:
+        model.bagua_algorithm._ranks._catch_up(model.bagua_algorithm._loop)
+    rounds = made[0][0].bagua_algorithm.outer_rounds
+    dist.barrier()
+    there = Path(folder).glob("round-*")
+    files = [sorted(file.name.rpartition("-")[0] for file in each.iterdir()) for each in there]
+    dist.barrier()
+    sent = [model.bagua_stats()["outer"]["sent_bytes"] for model, _ in made]
+    # A checkpoint resumes, and all islands that were killed go on.
+    before = [anchor_bits(model) for model, _ in made]
+    saved = copy.deepcopy((made[0][0].state_dict(), made[0][0].bagua_algorithm.state_dict()))
+    for model, _ in made:
+        killed_island(model)
+    del made, model
+    begin_again()
+    model, optimizer = island(folder, "oslo", model=by_hsdp(), **SHARED)
+    for part, state in zip((model, model.bagua_algorithm), saved, strict=True):
+        part.load_state_dict(state)
+    again = anchor_bits(model)
+    train(model, optimizer, range(4), samples=1 + dist.get_rank())
+    return before, again, anchor_bits(model), rounds, files, sent
+
+
+def test_islands_of_hsdp_mail_each_shard_once(ranks, tmp_path):
+    found = ranks(4, of_copies, str(tmp_path))
+    for rank, (before, again, later, rounds, files, sent) in enumerate(found):
+        assert before[0] == before[1] == again
+        assert rounds >= 4
+        assert later == found[(rank + 2) % 4][2] != found[(rank + 1) % 4][2]
+        for name in NAMES[:2]:
+            mailed = [[file for file in each if file.endswith(name)] for each in files]
+            whole = [f"from-{name}", f"shard-0-{name}", f"shard-1-{name}"]
+            assert whole in mailed
+            assert all(each in ([], whole) for each in mailed)
+        assert [bytes_ > 0 for bytes_ in sent] == [rank < 2] * 2
+
+
+@sharded.with_torch_group
+def beside_fsdp(folder):
+    """Distance of anchors of islands of HSDP from those of islands by DistributedDataParallel."""
+    bagua.init_process_group()
+    hasty()
+    made = {}
+    for kind in ("copies", "whole"):
+        there = os.path.join(folder, kind)
+        model = by_hsdp() if kind == "copies" else DistributedDataParallel(network())
+        model, optimizer = made[kind] = island(there, "oslo", model=model)
+        train(model, optimizer, range(6))
+    states = [made[kind][0].bagua_algorithm.state_dict() for kind in ("whole", "copies")]
+    keys = [key for key in states[1] if key.startswith(("anchor/", "momentum/"))]
+    assert len(keys) == 8
+    return max(
+        (states[1][key].full_tensor() - states[0][key.replace("/", "/module.")]).abs().max().item()
+        for key in keys
+    )
+
+
+def test_islands_of_hsdp_train_as_whole_ones(ranks, tmp_path):
+    assert max(ranks(4, beside_fsdp, str(tmp_path))) < 1e-6
+
+
+@with_islands
+def copies_that_differ(folder):
+    model, optimizer = island(folder, "oslo", model=by_hsdp())
+    if dist.get_rank() == 3:
+        with torch.no_grad():
+            next(model.parameters()).to_local().add_(1)
+    return training.error_of(lambda: train(model, optimizer, range(2)))
+
+
+def test_copies_of_a_shard_that_differ_are_named(ranks, tmp_path):
+    for text in ranks(4, copies_that_differ, str(tmp_path)):
+        assert "ranks of island 'oslo' that hold the same parameters have other weights" in text
+
+
+def stage(number):
+    """A stage of a pipeline; each has parameters of its own."""
+    torch.manual_seed(number)
+    name, sizes = (("first", (8, BLOCK)), ("second", (8, 8 + BLOCK)))[number]
+    return nn.ModuleDict({name: nn.Linear(*sizes)})
+
+
+class Stage(nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        self.parts = stage(number)
+
+    def forward(self, inputs):
+        (part,) = self.parts.values()
+        return part(inputs)[:, :BLOCK]
+
+
+@with_islands
+def stages(folder, copies):
+    """Anchors of stages that meet in one mailbox, and of each in a mailbox of its own."""
+    rank = dist.get_rank()
+    number = rank // copies
+    pairs = [dist.new_group([n * copies + i for i in range(copies)]) for n in range(2)]
+    alone = [bagua.communication.new_group(dist.get_process_group_ranks(pair)) for pair in pairs]
+    found = []
+    for there, group in ((f"{folder}/both", None), (f"{folder}/{number}", alone[number])):
+        made = []
+        for name in NAMES[:2]:
+            model = Stage(number)
+            if copies > 1:
+                model = DistributedDataParallel(model, process_group=pairs[number])
+            shared = {"codec": "int4_block", "mailbox": {"quorum": 2, "grace": 60.0}}
+            made.append(island(there, name, model=model, group=group, overlap_steps=1, **shared))
+        for step in range(9):
+            for model, optimizer in made:
+                train(model, optimizer, range(step, step + 1))
+        found += [anchor_bits(model) for model, _ in made]
+        rounds = made[0][0].bagua_algorithm.outer_rounds
+        dist.barrier()
+    return found, rounds
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_stages_of_a_pipeline_meet_as_shards(ranks, tmp_path, copies):
+    found = ranks(2 * copies, stages, str(tmp_path), copies)
+    for bits, rounds in found:
+        assert len(set(bits)) == 1
+        assert rounds >= 3
+    assert len({bits[0] for bits, _ in found}) == 2
+    assert len(list((tmp_path / "both").glob("round-000000000/shard-*"))) == 4
+
+
 # What cannot meet.
 
 
@@ -551,7 +698,9 @@ def refusals(folder):
     flat = init_device_mesh("cpu", (2,))
     by_rows = fully_shard(network(), mesh=flat, shard_placement_fn=lambda p: Shard(p.dim() - 1))
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    copies = fully_shard(network(), mesh=mesh)
+    copied = network()
+    fully_shard(copied[0], mesh=mesh)
+    copies = fully_shard(copied, mesh=flat)
     beside = nn.Sequential(fully_shard(network(), mesh=flat), nn.Linear(1, 1))
     stage = nn.Sequential(*[nn.Linear(1, 1) for _ in range(1 + rank)])
     for model in (by_rows, copies, beside, stage):
@@ -564,7 +713,7 @@ def test_islands_that_cannot_meet_are_refused_by_name(ranks, tmp_path):
         assert "begun with 'islands of 2 shard(s)', and this island has 'islands of 1" in texts[0]
         assert "number of shards, or this one another URL" in texts[0]
         assert "begun with 'shard 0: " in texts[1] or "a rank of island" in texts[1]
-        assert "such as of '0.weight'" in texts[2]
+        assert "holds shards, and copies of other parameters as well" in texts[2]
         assert "parameters '1.weight', '1.bias' are trainable and not sharded" in texts[3]
-        assert "as the stages of a pipeline do" in texts[4]
-        assert all("connect_islands(...)" in text for text in (texts[2], texts[4]))
+        assert "connect_islands(...)" in texts[2]
+        assert "begun with 'shard 0: " in texts[4] or "a rank of island" in texts[4]

@@ -126,7 +126,9 @@ def place_of(tensor: Any) -> str:
     """Placements and the number of this rank's shard, equal on all ranks that hold that shard."""
     mesh = tensor.device_mesh
     placements = ", ".join(map(repr, tensor.placements))
-    return f"{placements} of a mesh {tuple(mesh.shape)}, shard {tuple(mesh.get_coordinate())}"
+    places = zip(mesh.get_coordinate(), tensor.placements, strict=True)
+    shard = tuple(at if place.is_shard() else 0 for at, place in places)
+    return f"{placements} of a mesh {tuple(mesh.shape)}, shard {shard}"
 
 
 class Shards:
@@ -184,6 +186,12 @@ def _label_of(tensors: Iterable[Any]) -> tuple[str, str]:
     shapes = ["x".join(map(str, shape)) for shape, _ in places]
     own = [".".join(map(str, coordinate)) for _, coordinate in places]
     return "-".join(map("of".join, zip(own, shapes, strict=True))), "-".join(shapes)
+
+
+def copies_of(tensor: Any) -> tuple[Any, tuple[int, ...]]:
+    """The mesh of a DTensor, and its dimensions along which ranks hold the same shard."""
+    places = enumerate(tensor.placements)
+    return tensor.device_mesh, tuple(at for at, place in places if not place.is_shard())
 
 
 def ranks_of(tensor: Any) -> set[int]:

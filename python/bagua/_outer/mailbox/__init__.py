@@ -26,8 +26,9 @@ class Mailbox(Elastic):
     """Rounds between islands that meet in a folder or an object store.
 
     An island is a process that trains, started by itself, or the ranks of a ``torchrun`` whose
-    weights torch's DistributedDataParallel keeps equal, or of which ``fully_shard`` gives each a
-    shard: then each rank mails its own. It needs neither addresses of others nor
+    weights torch's DistributedDataParallel keeps equal, or of which each holds a shard by
+    ``fully_shard``, HSDP too, or a stage of a pipeline: then each shard is mailed by the first rank
+    that holds it. It needs neither addresses of others nor
     their number, and only connections that it opens. All islands use one URL. They apply the
     contributions that count in one order, so that their anchors have equal bits. An island may come
     at any time, leave, and come back with the same name; if all are gone, the next one that starts

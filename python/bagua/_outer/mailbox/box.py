@@ -5,8 +5,8 @@ Note [Files of a mailbox]
 - ``islands/<island>-<n>``: claims (``claims.py``).
 - ``anchor-<N>``: anchors and the outer optimizer's state after N rounds, every ``keep`` rounds.
 - ``round-<N>/from-<island>-<seal>``: contributions to the round after N rounds.
-- ``round-<N>/shard-<rank>-<island>-<seal>``, ``shards-<N>/shard-<rank>-<seal>``: shards of the
-  ranks of an island, of contributions and of anchors. Those that name them are written last.
+- ``round-<N>/shard-<n>-<island>-<seal>``, ``shards-<N>/shard-<n>-<seal>``: shards that the ranks
+  of an island hold, of contributions and of anchors. Those that name them are written last.
 - ``round-<N>/manifest-<k>``: who counts. The first that is whole decides; there are others only
   where one was damaged.
 - ``tmp/``: files that are being written to a folder.

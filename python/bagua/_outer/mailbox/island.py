@@ -5,7 +5,10 @@ torch averages inside an island, as its DistributedDataParallel does, so that it
 weights. The first one mails, reads and decides; the others wait for what it has found, which is
 broadcast in the island. All call the same functions here in the same order, at the same steps.
 All of them encode what one mails: residuals are then equal too, and each rank can be the first.
-Ranks that hold shards mail each its own: Note [Shards of an island] in ``post.py``.
+Ranks that hold shards mail each its own: Note [Shards of an island] in ``post.py``. Shards are
+told apart by names, shapes and places in a mesh of all of a rank's parameters, so that stages of a
+pipeline are shards as those of FSDP2 are. Of ranks that hold the same shard, as those of HSDP and
+averaged stages do, the first mails it. All of them read, and their seals show that they are equal.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 from bagua import _C
 from bagua._core.group.process_group import BaguaProcessGroup, Island
 from bagua._core.state.initial_state import broadcast_tensors
-from bagua._core.state.shards import copied_between_shards, is_sharded, place_of, ranks_of
+from bagua._core.state.shards import copies_of, is_sharded, local, place_of, ranks_of
 from bagua._outer.loop import Fragment, broadcast_fragments
 from bagua._outer.mailbox.letters import MOST_SHARDS
 from bagua._outer.mailbox.patience import Noticed
@@ -52,6 +55,8 @@ class Inside:
         rank: of this process in the island.
         size: ranks of the island.
         shards: their number; 1: the ranks hold equal weights.
+        shard: the number of that which this rank holds.
+        mails: whether it is the first of those that hold it.
     """
 
     def __init__(self, group: BaguaProcessGroup, name: str) -> None:
@@ -61,50 +66,50 @@ class Inside:
         self.rank = 0 if island is None else island.rank
         self.leads = self.rank == 0
         self.size = 1 if island is None else island.size
-        self.shards = 1
-        self._places = list[str]()  # of the parameters in the shards' mesh
+        self.shards, self.shard, self.mails = 1, 0, self.leads
+        self._held = ""  # the parameters of this rank's shard
+        self._first_of = [0] * self.size  # the rank that mails what each rank holds
 
     def find_shards(self, what: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Find out whether the ranks hold shards of the parameters ``named``.
+        """Find out which ranks hold which shards of the parameters ``named``.
 
-        ValueError on all ranks: they hold neither shards of all, nor all of the same parameters.
+        ValueError on all ranks: some of a rank's parameters are shards, or have copies on others.
         """
         if self.size == 1:
             return
         parameters = list(named)
-        sharded = any(is_sharded(p) and len(ranks_of(p)) > 1 for _, p in parameters)
-        copied = copied_between_shards(parameters) if sharded else None
-        whole = all(len(ranks_of(p)) == self.size for _, p in parameters if is_sharded(p))
-        shapes = 0 if sharded else _hash(f"{[(name, [*p.shape]) for name, p in parameters]}")
-        bad = copied is not None or not whole or (sharded and self.size > MOST_SHARDS)
-        flags = self._reduced(
-            what, _C.ReduceOp.MAX, sharded, not sharded, bad, shapes, -shapes
-        )  # of any rank
-        if flags[2]:
-            held = "not of all ranks" if copied is None else f"such as of '{copied}'"
+        cut = [p for _, p in parameters if is_sharded(p) and len(ranks_of(p)) > 1]
+        # Such would be encoded with other weights on each rank, and drift apart.
+        mixed = bool(cut) and (len(cut) < len(parameters) or len({*map(copies_of, cut)}) > 1)
+        self._held = "\n".join(
+            f"{name} {[*local(p).shape]} {place_of(p) if is_sharded(p) else ''}"
+            for name, p in parameters
+        )
+        found = self._gathered(what, _hash(self._held), int(mixed))
+        held = [number for number, _ in found]
+        self._first_of = [held.index(number) for number in held]
+        firsts = self._firsts()
+        if len(firsts) > MOST_SHARDS or any(flag for _, flag in found):
             raise ValueError(
-                f"{what}: the ranks of island '{self._name}' hold shards, and copies as well or "
-                f"shards of some of the ranks ({held}), as of HSDP, tensor parallelism and "
-                f"pipelines. A mailbox takes islands of {MOST_SHARDS} ranks at most whose "
-                "parameters are all cut by fully_shard over all ranks. Others meet by "
-                "Elastic() with process_group=connect_islands(...)."
-            )
-        if flags[0] == flags[1] or flags[3] != -flags[4]:
-            raise ValueError(
-                f"{what}: the ranks of island '{self._name}' hold other parameters than each "
-                "other, as the stages of a pipeline do. Islands of a mailbox hold the same on all "
-                "ranks, or shards by fully_shard. Pipelines meet by Elastic() with "
+                f"{what}: a rank of island '{self._name}' holds shards, and copies of other "
+                "parameters as well, as of tensor parallelism, or there are more than "
+                f"{MOST_SHARDS} shards. A mailbox takes islands whose parameters are all cut by "
+                "fully_shard over one mesh. Others meet by Elastic() with "
                 "process_group=connect_islands(...)."
             )
-        self.shards = self.size if sharded else 1
-        self._places = [f"{name} {place_of(p)}" for name, p in parameters if is_sharded(p)]
+        first = self._first_of[self.rank]
+        self.shards, self.shard, self.mails = len(firsts), firsts.index(first), first == self.rank
+
+    def _firsts(self) -> list[int]:
+        """The rank that mails each shard."""
+        return sorted({*self._first_of})
 
     def plan(self, what: str, own: Sequence[str]) -> list[str]:
         """Lines by which islands compare their shards: a number, and a hash of each rank's plan."""
         lines = [f"islands of {self.shards} shard(s)"]
         if self.shards > 1:
-            found = self._gathered(what, _hash("\n".join([*own, *self._places])))
-            lines += [f"shard {rank}: {number:016x}" for rank, (number,) in enumerate(found)]
+            found = self._of_shards(what, _hash("\n".join([*own, self._held])))
+            lines += [f"shard {shard}: {number:016x}" for shard, (number,) in enumerate(found)]
         return lines
 
     def led(self, function: Callable[[], Value], what: str) -> Value | None:
@@ -138,16 +143,28 @@ class Inside:
         return value
 
     def seals(self, what: str, own: str) -> tuple[str, ...]:
-        """The seals of all ranks."""
+        """The seals of all shards. BaguaMismatchError: ranks of one shard have other seals."""
         found = self._gathered(what, *struct.unpack("<4q", bytes.fromhex(own)))
-        return tuple(struct.pack("<4q", *numbers).hex() for numbers in found)
+        if found != [found[first] for first in self._first_of]:
+            raise _C.BaguaMismatchError(
+                f"{what}: ranks of island '{self._name}' that hold the same parameters have other "
+                "weights, and only the first one's are mailed. Have torch average them, as by "
+                "HSDP or DistributedDataParallel; give parameters of different stages of a "
+                "pipeline different names."
+            )
+        return tuple(struct.pack("<4q", *found[rank]).hex() for rank in self._firsts())
 
     def digest(self, what: str, own: str) -> str:
         """A digest of the ranks' digests; ``own`` where they have no shards."""
         if self.shards == 1:
             return own
-        found = self._gathered(what, *struct.unpack("<q", bytes.fromhex(own)))
+        found = self._of_shards(what, *struct.unpack("<q", bytes.fromhex(own)))
         return f"{_hash(f'{found}'):016x}"
+
+    def _of_shards(self, what: str, *own: int) -> list[list[int]]:
+        """The numbers of the rank that mails each shard."""
+        found = self._gathered(what, *own)
+        return [found[rank] for rank in self._firsts()]
 
     def _gathered(self, what: str, *own: int) -> list[list[int]]:
         """The numbers of each rank."""
@@ -165,7 +182,7 @@ class Inside:
         return self._reduced(what, _C.ReduceOp.SUM, *own)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], what: str) -> None:
-        """Overwrite tensors with those of the first rank, but for shards."""
+        """Overwrite tensors with those of the first rank, unless there are several shards."""
         if self._connections is not None and self.shards == 1:
             with self._connections.collective_phase(what):
                 broadcast_tensors(tensors, self._connections)

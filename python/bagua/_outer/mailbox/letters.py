@@ -8,7 +8,7 @@ body may be, and compares lengths before it allocates. What differs in any way f
 of another run, round or island is refused like a forged one.
 
 A contribution or an anchor of an island of shards has no body: its fields have the seals of the
-files that hold the ranks' shards, by rank. It is written when those are there.
+files that hold the shards, in order. It is written when those are there.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def is_hex(text: Any) -> bool:
 
 
 def seals_of(name: str, value: Any) -> tuple[str, ...]:
-    """The seals of shards by rank, of a field."""
+    """The seals of shards in order, of a field."""
     with refusing(Path(name)):
         if not (
             type(value) is list

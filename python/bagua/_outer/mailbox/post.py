@@ -3,12 +3,13 @@
 Note [Rounds of a mailbox] in ``rounds.py`` has them.
 
 Note [Shards of an island]
-Where FSDP2 has cut the parameters between the ranks of an island, each rank mails its shard and
-reads that of the others. The first rank decides; its ranks meet in collectives at the launch and
-the end of a round only, and in between through the mailbox:
+Where the ranks of an island hold different shards, as FSDP2 or a pipeline cuts a model, the first
+rank that holds one mails it, and all read those of other islands. The first rank of all decides;
+its ranks meet in collectives at the launch and the end of a round only, and in between through the
+mailbox:
 
 1. At the launch all encode, seal, and tell each other the seals; the digest in a contribution is
-   that of all ranks' digests. Each rank writes its shard on its thread.
+   that of all shards' digests. Who mails a shard writes it on its thread.
 2. The first rank waits until all shards are there, then writes the contribution, which names
    them. So an island counts as a whole or not at all.
 3. All ranks wait for the manifest, read its contributions, and of each their shard. The end of the
@@ -76,7 +77,8 @@ class AnchorOfShards(NamedTuple):
 
 
 class Mail(NamedTuple):
-    """What a rank mails in a round. ``shard``: its shard; None: ``letter`` is a contribution."""
+    """What a rank mails in a round. ``shard``: its shard; None: ``letter`` is a contribution, or
+    another rank mails the shard."""
 
     own: Contribution
     letter: bytearray
@@ -107,7 +109,8 @@ class Reader:
         self._last_rounds: dict[str, int] = {}
 
     def exchange(self, loop: OuterLoop, mail: Mail, patience: Patience) -> Result:
-        """Mail a shard, and return the means of the round that the first rank takes part in."""
+        """Mail a shard that is given, and return the means of the round that the first rank takes
+        part in."""
         for file in (mail.shard, None if mail.anchor is None else mail.anchor.shard):
             if file is not None:
                 self.mail(file, patience)

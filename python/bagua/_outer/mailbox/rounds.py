@@ -189,7 +189,7 @@ class MailboxRanks(FixedRanks):
             bodies[bucket.part] += body_bytes(bucket)
         place, inside = patience.repeat("reaching it", self._place), self._inside
         secret = self._mailbox.secret
-        return Box(place, secret, bodies, 0 if inside.shards == 1 else inside.rank, inside.shards)
+        return Box(place, secret, bodies, inside.shard, inside.shards)
 
     def _place(self) -> Place:
         own = self._mailbox
@@ -354,6 +354,8 @@ class MailboxRanks(FixedRanks):
         own = replace(mail.own, shards=self._inside.seals(what, shard.seal))
         due = isinstance(post, PostOffice) and post.anchor_is_due(own.round)
         anchor = self._anchor_of_shards(loop, what) if self._inside.any(what, due) else None
+        if not self._inside.mails:
+            return mail._replace(own=own)
         return Mail(own, mail.letter, shard, anchor)
 
     def _anchor_of_shards(self, loop: OuterLoop, what: str) -> AnchorOfShards:
@@ -501,8 +503,12 @@ class MailboxRanks(FixedRanks):
     def _begins(self, loop: OuterLoop, what: str) -> bool:
         """Mail the first anchor of a run, on all ranks; False: there is another one."""
         anchor, post = self._anchor_of_shards(loop, what), self._known_post()
-        mails = partial(post.mail, anchor.shard)
-        self._inside.mailing(partial(self._run, loop, "mailing an anchor", mails), what)
+
+        def mail() -> None:
+            if self._inside.mails:
+                self._run(loop, "mailing an anchor", partial(post.mail, anchor.shard))
+
+        self._inside.mailing(mail, what)
 
         def first() -> bool:
             begin = partial(self._office().begin_with, anchor)
