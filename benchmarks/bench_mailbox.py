@@ -40,6 +40,17 @@ S3_SERVER = Path(__file__).parents[1] / "tests/support/processes/s3_server.py"
 # An island, as a process.
 
 
+def train(model, optimizer, options):
+    """A step that takes `options["seconds"]`, or longer."""
+    import torch
+
+    began = time.monotonic()
+    optimizer.zero_grad()
+    model(torch.randn(options["rows"], options["width"])).square().mean().backward()
+    time.sleep(max(0.0, options["seconds"] - (time.monotonic() - began)))
+    optimizer.step()
+
+
 def island(url, name, notes, options):
     """Train until the notes have a last round; note the seconds of the wrap, steps and rounds."""
     import bagua.torch_api as bagua
@@ -73,11 +84,7 @@ def island(url, name, notes, options):
             time.sleep(0.05)
         note(begins=True)
         for step in range(1, options["steps"] + 1):
-            began = time.monotonic()
-            optimizer.zero_grad()
-            model(torch.randn(options["rows"], width)).square().mean().backward()
-            time.sleep(max(0.0, options["seconds"] - (time.monotonic() - began)))
-            optimizer.step()
+            train(model, optimizer, options)
             if outer.outer_rounds > made:
                 made = outer.outer_rounds
                 late = model.bagua_stats()["outer"]["late_rounds"]
@@ -118,11 +125,7 @@ def replica_of_torchft(lighthouse, name, notes, options):
     with open(notes, "a", buffering=1) as file, rounds:
         made = 0
         for step in range(1, options["steps"] + 1):
-            began = time.monotonic()
-            optimizer.zero_grad()
-            model(torch.randn(options["rows"], width)).square().mean().backward()
-            time.sleep(max(0.0, options["seconds"] - (time.monotonic() - began)))
-            optimizer.step()
+            train(model, optimizer, options)
             if manager.current_step() > made:
                 made = manager.current_step()
                 file.write(json.dumps({"at": time.monotonic(), "step": step, "round": made}) + "\n")

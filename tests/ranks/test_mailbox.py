@@ -898,30 +898,26 @@ def lags(place, seen):
     place.names = before
 
 
-def stale(place, seen):
-    """Of a file that is there the first read finds nothing."""
+def first_read(place, seen, gives):
+    """Of a file that is there the first read finds what `gives` makes of it."""
     read = place.read
 
     def late(name, most):
         found, known = read(name, most), name in seen
-        if found is not None:
-            seen[name] = True
-        return found if known else None
+        if found is None:
+            return None
+        seen[name] = True
+        return found if known else gives(found)
 
     place.read = late
 
 
+def stale(place, seen):
+    first_read(place, seen, lambda data: None)
+
+
 def partial_at_first(place, seen):
-    """Of a file that is there the first read finds the first half."""
-    read = place.read
-
-    def half(name, most):
-        found, known = read(name, most), name in seen
-        if found is not None:
-            seen[name] = True
-        return found if known or found is None else found[: len(found) // 2]
-
-    place.read = half
+    first_read(place, seen, lambda data: data[: len(data) // 2])
 
 
 def delivers_twice(place, seen):
@@ -1335,7 +1331,7 @@ def told_while_nothing_answers(folder):
     post.box.contributions = lambda number: answers.wait(60) and {}
     train(model, optimizer, range(2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(patience.Job, "end", lambda self, most: seconds.append(most))
+        patch.setattr(patience.Task, "end", lambda self, most: seconds.append(most))
         patch.setattr(post.claim, "release", seconds.append)
         bagua.leave()
         with pytest.raises(SystemExit) as left:

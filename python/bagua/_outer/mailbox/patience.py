@@ -113,7 +113,7 @@ class Patience:
             self.pause()
 
 
-class Job(Generic[Value]):
+class Task(Generic[Value]):
     """A function on a thread, and the words for what it waits for."""
 
     def __init__(self, function: Callable[[Patience], Value], patience: Patience) -> None:
@@ -151,7 +151,7 @@ class Job(Generic[Value]):
                 warn_here(f"{who} has waited for {waited:.0f} s: {patience.who}: {patience.doing}")
                 word *= 2
         if (error := self._error) is not None:
-            self._error = None  # or its traceback would keep frames alive that hold this job
+            self._error = None  # or its traceback would keep frames alive that hold this task
             raise error
         return self._value
 

@@ -46,7 +46,7 @@ from bagua._outer.mailbox.box import Box
 from bagua._outer.mailbox.claims import Claim, Lives
 from bagua._outer.mailbox.island import Inside
 from bagua._outer.mailbox.letters import Contribution
-from bagua._outer.mailbox.patience import Job, Noticed, Patience
+from bagua._outer.mailbox.patience import Noticed, Patience, Task
 from bagua._outer.mailbox.places import Place, place_at, shown
 from bagua._outer.mailbox.post import (
     Anchor,
@@ -112,7 +112,7 @@ class MailboxRanks(FixedRanks):
         #: Of an island that has entered: of its first rank, and of all where they have shards.
         self._post: Reader | None = None
         self._loop: Callable[[], OuterLoop | None] = lambda: None
-        self._job: Job[Result] | None = None  # of the round under way
+        self._task: Task[Result] | None = None  # of the round under way
         self._in_order = False  # sync() is at its rounds
         self._launches = 0
         self._sent = -1  # the round that the last launch was for, until it is known who counts
@@ -212,7 +212,7 @@ class MailboxRanks(FixedRanks):
         patience: Patience | None = None,
     ) -> Value:
         """Have a thread do it, and wait for that."""
-        return Job(function, patience or self._patience()).result(f"{self._who(loop)}, {what},")
+        return Task(function, patience or self._patience()).result(f"{self._who(loop)}, {what},")
 
     def _patience(self) -> Patience:
         own = self._mailbox
@@ -345,7 +345,7 @@ class MailboxRanks(FixedRanks):
             mail = Mail(own, letter)
             if self._inside.shards > 1:
                 mail = self._of_shards(loop, mail, what)
-            self._job = Job(partial(post.exchange, loop, mail), self._patience())
+            self._task = Task(partial(post.exchange, loop, mail), self._patience())
 
     def _of_shards(self, loop: OuterLoop, mail: Mail, what: str) -> Mail:
         """What this rank mails of a contribution of shards: Note [Shards of an island]."""
@@ -388,10 +388,10 @@ class MailboxRanks(FixedRanks):
         self._sent = -1
 
     def _received(self, what: str) -> Result:
-        job, self._job = self._job, None
-        if job is None:  # it was received, and what came after has failed
+        task, self._task = self._task, None
+        if task is None:  # it was received, and what came after has failed
             raise _C.BaguaError(f"{what}: the round under way has failed before")
-        return job.result(f"{what},")
+        return task.result(f"{what},")
 
     def resume(self, loop: OuterLoop) -> None:
         """Make the steps that a checkpoint lacks, before anything is trained.
@@ -597,9 +597,9 @@ class MailboxRanks(FixedRanks):
         if not self._last:  # else the process is to end in time while this waits for a storage
             self._sigterm.end()
         of_a_round, of_a_claim = _SECONDS_TO_END
-        if self._job is not None:
-            self._job.end(self._to_end(of_a_round))
-            self._job = None
+        if self._task is not None:
+            self._task.end(self._to_end(of_a_round))
+            self._task = None
         if isinstance(self._post, PostOffice):
             self._post.claim.release(self._to_end(of_a_claim))
         self._sigterm.end()
