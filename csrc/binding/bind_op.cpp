@@ -24,6 +24,7 @@
 #include "op/update_momentum.h"
 #include "op/wire/bucket_parts.h"
 #include "op/wire/device_frames.h"
+#include "op/wire/frame.h"
 
 namespace bagua {
 
@@ -293,6 +294,7 @@ void bind_python_ops(py::module_& m) {
 }  // namespace
 
 void bind_op(py::module_& m) {
+  m.attr("FRAME_BYTES") = kFrameBytes;
   bind_ledger(m);
   bind_bucket_op(m);
   bind_all_reduce(m);

@@ -76,6 +76,7 @@ class ThreadCommunicator(Communicator):
     def __init__(self, hub: ThreadHub, rank: int) -> None: ...
 
 MOST_RANKS_TOLD_DIRECTLY: int
+FRAME_BYTES: int
 
 class C10dCommunicator(Communicator):
     def __init__(self, backend: Backend) -> None: ...

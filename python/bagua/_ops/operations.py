@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -32,7 +32,6 @@ _PEER_SELECTION_MODES = ("all", "shift_one")
 
 #: A message of a codec that is larger than this share of the exact one is not worth it.
 _WORTH_ENCODING = 0.75
-_FRAME_BYTES = 32
 _MANY = 2**16  # elements, beside which frames and ranges do not count
 
 Members = _C.CountingCommunicator
@@ -267,6 +266,7 @@ def codec_named(compression: str) -> str:
     return codec
 
 
+@lru_cache(maxsize=1024)  # asked in each collective of FSDP2
 def worth_encoding(codec: str, dtype: torch.dtype, numel: int) -> bool:
     """Whether messages of so many elements are large enough for ``codec``.
 
@@ -281,7 +281,7 @@ def worth_encoding(codec: str, dtype: torch.dtype, numel: int) -> bool:
     def most(numel: int) -> float:
         return _WORTH_ENCODING * numel * dtype.itemsize
 
-    own = encoder.payload_bytes(encoded, numel) + _FRAME_BYTES
+    own = encoder.payload_bytes(encoded, numel) + _C.FRAME_BYTES
     return own <= most(numel) or encoder.payload_bytes(encoded, _MANY) > most(_MANY)
 
 

@@ -216,8 +216,8 @@ class Box:
         return received._replace(body=letters.body_of(shard.data))
 
     def shards_there(self, own: Contribution) -> bool:
-        """Whether the shards of all ranks of a contribution are there."""
-        names = {own.shard_name(rank) for rank in range(len(own.shards))}
+        """Whether all shards of a contribution are there."""
+        names = {own.shard_name(shard) for shard in range(len(own.shards))}
         return names <= set(self.place.names(_folder(own.round)))
 
     def shard_paths(self, number: int) -> dict[str, list[str]]:
@@ -322,7 +322,7 @@ class Box:
         return Sealed(f"{_shards(number)}/{_anchor_shard(self.shard, seal)}", data, seal)
 
     def anchor_shards_there(self, number: int, seals: Sequence[str]) -> bool:
-        names = {_anchor_shard(rank, seal) for rank, seal in enumerate(seals)}
+        names = {_anchor_shard(shard, seal) for shard, seal in enumerate(seals)}
         return names <= set(self.place.names(_shards(number)))
 
     def put_anchor_of_shards(
@@ -453,8 +453,8 @@ def _shards(number: int) -> str:
     return f"shards-{number:09d}"
 
 
-def _anchor_shard(rank: int, seal: str) -> str:
-    return f"shard-{rank}-{seal[:16]}"
+def _anchor_shard(shard: int, seal: str) -> str:
+    return f"shard-{shard}-{seal[:16]}"
 
 
 def _fill(data: bytearray, table: bytes, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -105,7 +105,7 @@ class Inside:
         return sorted({*self._first_of})
 
     def plan(self, what: str, own: Sequence[str]) -> list[str]:
-        """Lines by which islands compare their shards: a number, and a hash of each rank's plan."""
+        """Lines by which islands compare shards: their number, and a hash of each one's plan."""
         lines = [f"islands of {self.shards} shard(s)"]
         if self.shards > 1:
             found = self._of_shards(what, _hash("\n".join([*own, self._held])))

@@ -169,7 +169,7 @@ class Contribution:
     """Fields of a contribution.
 
     ``anchor``: a digest of what its pseudo-gradients are against. ``shards``: the seals of the
-    ranks' files, where each rank mails its shard.
+    shards' files, where there are several.
     """
 
     run: str
@@ -184,9 +184,9 @@ class Contribution:
         own = dict(vars(self))
         return own if self.shards else {key: own[key] for key in own if key != "shards"}
 
-    def shard_name(self, rank: int) -> str:
-        """The name of the file of a rank's shard, in the round's folder."""
-        return f"shard-{rank}-{self.island}-{self.shards[rank][:16]}"
+    def shard_name(self, shard: int) -> str:
+        """The name of the file of a shard, in the round's folder."""
+        return f"shard-{shard}-{self.island}-{self.shards[shard][:16]}"
 
     @staticmethod
     def of(name: str, fields: Mapping[str, Any]) -> Contribution:

@@ -77,8 +77,10 @@ class AnchorOfShards(NamedTuple):
 
 
 class Mail(NamedTuple):
-    """What a rank mails in a round. ``shard``: its shard; None: ``letter`` is a contribution, or
-    another rank mails the shard."""
+    """The files that a rank mails in a round.
+
+    ``shard``: its shard; None: ``letter`` is a contribution, or another rank mails the shard.
+    """
 
     own: Contribution
     letter: bytearray
@@ -87,7 +89,7 @@ class Mail(NamedTuple):
 
 
 class Next(IntEnum):
-    """What an island does when it looks for rounds that were decided without it."""
+    """The next act of an island that looks for rounds that were decided without it."""
 
     TRAIN, STEP, ADOPT, BEGIN = range(4)
 
@@ -435,7 +437,7 @@ class PostOffice(Reader):
         return first
 
     def next(self, number: int, knows: bool, patience: Patience) -> tuple[Next, int]:
-        """What is to be done after so many rounds, and the newest anchor if it was looked for.
+        """The next act after so many rounds, and the newest anchor if it was looked for.
 
         ``knows``: as in :meth:`missed`.
         """

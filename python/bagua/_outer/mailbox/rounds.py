@@ -348,7 +348,7 @@ class MailboxRanks(FixedRanks):
             self._task = Task(partial(post.exchange, loop, mail), self._patience())
 
     def _of_shards(self, loop: OuterLoop, mail: Mail, what: str) -> Mail:
-        """What this rank mails of a contribution of shards: Note [Shards of an island]."""
+        """This rank's part of a contribution of shards: Note [Shards of an island]."""
         post = self._known_post()
         shard = post.box.sealed_shard(mail.own, mail.letter)
         own = replace(mail.own, shards=self._inside.seals(what, shard.seal))

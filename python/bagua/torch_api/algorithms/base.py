@@ -178,7 +178,7 @@ class AlgorithmImpl:
         return [bucket_of(group, str(i), flatten=do_flatten) for i, group in enumerate(tensors)]
 
     def operations(self, bucket: BaguaBucket) -> list[Operation]:
-        """What ``bucket`` does when its tensors are ready.
+        """The operations of ``bucket``, which run when its tensors are ready.
 
         An algorithm of which this is all can be a communication hook: ``comm_hooks.register``.
         """
@@ -334,7 +334,7 @@ class WarmUpImpl(AlgorithmImpl):
         return self.later_operations(bucket)
 
     def later_operations(self, bucket: BaguaBucket) -> list[Operation]:
-        """What ``bucket`` does after the warm-up."""
+        """The operations of ``bucket`` after the warm-up."""
         return []
 
     def init_post_backward_hook(self, bagua_ddp: Session) -> Callable[[], None]:
